@@ -50,3 +50,18 @@ def test_no_page_leaves_while_another_namespace_has_segments_without_pages() -> 
 
     assert present == 4 * 15 - 3
     assert wrong_core(core) == []
+
+
+def test_what_nobody_asked_for_leaves_each_other_namespace_a_segment() -> None:
+    core = PoolCore([SEGMENT] * 4, high_watermark=1.0)
+    for segment in range(4):
+        core.slots.touch(segment, SEGMENT)
+    core.slots.touching_ended()
+    first, second = (core.open_namespace(name, PAGE) for name in ("first", "second"))
+    space = core.namespaces.opened(first)
+    assert core.reclaimer.idle_room(space) == 4 * 15
+    store(core, second, 15, 1)
+    store(core, first, 10, 2)
+    assert core.reclaimer.idle_room(space) == 5 + 2 * 15
+    store(core, second, 15, 3)
+    assert core.reclaimer.idle_room(space) == 5, "the last segment is not taken before the other one needs it"

@@ -15,7 +15,7 @@ TENANT_SPACES = [f"{MARK}{tenant}/t/m/l" for tenant in ("a", "b")]
 keys = st.lists(st.integers(0, 20).map(lambda number: number.to_bytes(16, "big")), max_size=6, unique=True)
 spaces = st.sampled_from([NS, *TENANT_SPACES])
 SIZES = dict(zip([NS, *TENANT_SPACES], (1, 3, 2), strict=True))
-MOST = 8
+MOST, TENANTS = 20, 2
 
 
 def key(number: int) -> bytes:
@@ -51,6 +51,13 @@ def test_a_page_larger_than_the_part_of_its_tenant_is_not_copied() -> None:
     copies = UnusedCopies()
     assert copies.room(NS, 11, 10) == 0
     assert copies.room(NS, 5, 10) == 2
+    assert copies.room(NS, 5, 10, 2) == 1
+
+
+def test_who_comes_later_has_no_more_than_what_is_left() -> None:
+    copies = UnusedCopies()
+    copies.add(NS, map(key, range(8)), 1, 0.0)
+    assert copies.room(TENANT_SPACES[0], 1, 10, 2) == 2
 
 
 class Copying(RuleBasedStateMachine):
@@ -70,7 +77,7 @@ class Copying(RuleBasedStateMachine):
     @rule(space=spaces, some=keys)
     def copy(self, space: str, some: list[bytes]) -> None:
         missing = [one for one in some if (space, one) not in self.memory]
-        part = missing[: self.copies.room(space, SIZES[space], MOST)]
+        part = missing[: self.copies.room(space, SIZES[space], MOST, TENANTS)]
         self.copies.add(space, part, SIZES[space], self.now)
         names = {(space, one) for one in part}
         self.unused |= names
@@ -100,8 +107,9 @@ class Copying(RuleBasedStateMachine):
         held = self.unused & self.memory
         for space, size in SIZES.items():
             own = sum(size for name, _ in held if name == space)
-            assert own <= MOST
+            assert own <= MOST // TENANTS
             assert own <= self.copies._bytes[tenant_of(space)] or not own
+        assert sum(SIZES[name] for name, _ in held) <= MOST
         assert all(self.copies.has(*name) for name in held)
         assert len(self.copies._pages) <= unused_copies.MOST_UNUSED
         assert self.copies._bytes.total() == sum(copy.size for copy in self.copies._pages.values())

@@ -12,8 +12,16 @@ import pytest
 
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.movement.hot_list import HotRun
+from ems.pool.movement.speed import Samples
 from ems.pool.tiers.answers import KeyRun, Unknown
-from ems.pool.tiers.copying_ahead import BURST, ROUND_SECONDS, UNUSED_SHARE, CopyingAhead
+from ems.pool.tiers.copying_ahead import (
+    BURST,
+    BURST_SECONDS,
+    MOST_ROUND_KEYS,
+    ROUND_SECONDS,
+    UNUSED_SHARE,
+    CopyingAhead,
+)
 
 CLEARED, OTHER = "t/m/cleared", "t/m/other"
 ROOT = bytes(NO_PARENT)
@@ -24,6 +32,11 @@ class Stored(msgspec.Struct, frozen=True):
     key: bytes
     parent: Any = None
     tail: Tail | None = None
+
+
+class Spaces(list[Any]):
+    def opened(self, number: int) -> object:
+        return self[number]
 
 
 class Host:
@@ -39,6 +52,11 @@ class Host:
         self.memory: set[bytes] = set()
         self.idle = True
         """Whether nothing is fetched."""
+        self.room = 1 << 20
+        """Pages for which none has to leave."""
+        self.full: set[str] = set()
+        self.fetched = Samples(None)
+        self.questions: list[int] = []
         state: Any = SimpleNamespace(
             config=SimpleNamespace(copy_ahead="on_save"),
             counts=Counter[str](),
@@ -46,15 +64,17 @@ class Host:
             number=0,
             reading=SimpleNamespace(open=True),
             reads=True,
+            speed=SimpleNamespace(fetched=self.fetched),
             tier=self,
         )
-        spaces = [SimpleNamespace(name=name, last_used=0.0) for name in (CLEARED, OTHER)]
+        spaces = Spaces(SimpleNamespace(name=name, last_used=0.0, page_size=PAGE) for name in (CLEARED, OTHER))
         core: Any = SimpleNamespace(
             draining=False,
             find_namespace=(CLEARED, OTHER).index,
             named=lambda number: ((CLEARED, OTHER)[number], PAGE),
             namespaces=spaces,
             now=0.0,
+            reclaimer=SimpleNamespace(idle_room=lambda one: 0 if one.name in self.full else self.room),
             slots=SimpleNamespace(total=MEMORY),
             page=lambda _, key: key if key in self.memory else None,
         )
@@ -73,7 +93,8 @@ class Host:
         self.told.append({name: list(runs) for name, runs in told.items() if runs})
         return self.heard
 
-    def unknown(self, _name: str, _keys: Sequence[bytes]) -> Unknown:
+    def unknown(self, _name: str, keys: Sequence[bytes]) -> Unknown:
+        self.questions.append(len(keys))
         return Unknown(0, [], [])
 
     def holds(self, _name: str, keys: Sequence[bytes]) -> int:
@@ -172,26 +193,65 @@ def test_copies_are_begun_a_burst_at_a_time_and_only_while_nothing_else_is_fetch
     assert [host.tick() for _ in range(300 // burst + 2)] == [burst] * (300 // burst) + [300 % burst, 0]
 
 
-def test_copies_that_nobody_uses_take_a_bounded_part_of_memory() -> None:
+def test_over_a_slow_link_a_burst_takes_as_long_as_over_a_fast_one() -> None:
     host = Host()
-    most = MEMORY // UNUSED_SHARE // PAGE
-    host.heard = {OTHER: listed(3 * most)}
+    host.heard = {OTHER: listed(300)}
+    for size in range(1, 10):
+        host.fetched.add(size * PAGE, size * BURST_SECONDS / 4, 0.0)
+    host.fetched.line(0.0)
+    host.begin()
+    host.end()
+    assert [host.tick() for _ in range(3)] == [4, 4, 4]
 
-    def bring() -> None:
+
+def rounds(host: Host, count: int = 1) -> None:
+    for _ in range(count):
         host.now += ROUND_SECONDS
         host.tick()
         host.end()
         for _ in range(100):
             host.tick(0.001)
 
-    bring()
-    bring()
+
+def test_copies_that_nobody_uses_take_a_bounded_part_of_memory() -> None:
+    host = Host()
+    most = MEMORY // UNUSED_SHARE // PAGE
+    host.heard = {OTHER: listed(3 * most)}
+    rounds(host, 2)
     assert len(host.memory) == most
     used: Any = [Stored(key) for key in sorted(host.memory)[:10]]
     host.ahead.used(OTHER, used)
-    bring()
+    rounds(host)
     assert len(host.memory) == most + 10
-    asked = len(host.asked)
-    bring()
+    host.questions.clear()
+    rounds(host)
     assert len(host.memory) == most + 10
-    assert len(host.asked) == asked, "the master is not asked for what may not be copied"
+    assert host.questions == [], "the master is not asked for what may not be copied"
+
+
+def test_no_more_is_asked_for_and_copied_than_finds_room() -> None:
+    host = Host()
+    host.heard = {OTHER: listed(300)}
+    host.room = 40
+    host.begin()
+    host.end()
+    assert (host.questions, host.tick()) == ([40], BURST // PAGE)
+    host.room = 0
+    rounds(host, 2)
+    assert (len(host.memory), host.questions) == (BURST // PAGE, [40])
+
+
+def test_lists_that_are_too_long_for_one_round_take_turns() -> None:
+    host = Host()
+    host.heard = {CLEARED: listed(MOST_ROUND_KEYS, each=1), OTHER: listed(64, 10_000)}
+    host.memory.update(run.last for run in host.heard[CLEARED])
+    rounds(host, 3)
+    assert host.brought[0] == OTHER
+
+
+def test_the_list_of_who_has_no_room_takes_no_time_of_others() -> None:
+    host = Host()
+    host.full.add(CLEARED)
+    host.heard = {CLEARED: listed(MOST_ROUND_KEYS), OTHER: listed(64, 10_000)}
+    rounds(host)
+    assert host.brought[:1] == [OTHER]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -311,6 +311,38 @@ async def test_prefetches_and_copies_that_wait_make_a_tier_too_slow_for_nobody(b
         assert one.tier_manager.bring(0, one.namespace, KeyRun(bytes(NO_PARENT), pages))
     await one.until(lambda: one.tier_manager.comes(one.namespace, others[0]))
     assert one.tier_manager.looked_up(one.namespace, keys, 0, Asking(computing=0.005)).keys == 8
+
+
+def copies(one: Bench) -> None:
+    """From now on all that is brought is a copy ahead."""
+    ahead: Any = SimpleNamespace(arrived=lambda *_: None, discard=lambda *_: None, is_copy=lambda *_: True, step=int)
+    one.tier_manager._ahead[0] = ahead
+
+
+async def test_no_page_leaves_for_a_copy_and_a_copy_is_no_use(bench: Callable[..., Bench]) -> None:
+    one, hot = bench(), chain("hot", 30)
+    await stored(one, hot)
+    one.forget()
+    for number in range(30):
+        one.save(chain(f"own{number}", 20))
+    await one.until(one.nothing_is_held)
+    space, core = one.node.core.namespaces[one.namespace], one.node.core
+    while (full := core.reclaimer.idle_room(space)) > 0:
+        one.save(chain(f"more{full}", 1))
+    await one.until(one.nothing_is_held)
+    pages, used = len(space.index), space.last_used
+    run = KeyRun(bytes(NO_PARENT), hot)
+    copies(one)
+    assert one.tier_manager.bring(0, one.namespace, run)
+    await one.until(lambda: not one.tier_manager.comes(one.namespace, hot))
+    assert (one.present(hot), len(space.index)) == (0, pages)
+    assert not one.tier_manager._is_crowded(one.namespace), "what engines ask for makes room"
+
+    one.forget()
+    assert one.tier_manager.bring(0, one.namespace, run)
+    await one.until(lambda: core.page(one.namespace, hot[-1]) is not None and one.nothing_is_held())
+    assert space.last_used == used
+    assert one.present(hot) == 30
 
 
 async def test_a_prefetch_brings_pages_up_without_a_lookup(bench: Callable[..., Bench]) -> None:

@@ -110,6 +110,12 @@ class Reclaimer:
             more += sum(carve(one.size, size).slot_count for one in ([fresh] if self.shares.limited else free))
         return max(int(self._high_watermark * capacity) - used, 0), max(int(self._high_watermark * more) - used, 0)
 
+    def idle_room(self, namespace: NamespacePages) -> int:
+        """The same for pages that nobody asked for: each other namespace finds a segment that nobody has after it."""
+        own, more = self.spare(namespace)
+        unowned = sum(one.namespace is None and not one.closing for one in self._slots.segments if one.size)
+        return more if unowned >= len(self._namespaces) else own
+
     def trim(self, namespace: NamespacePages) -> None:
         """Free the eviction ratio of all slots of a namespace that must be trimmed, one step at a call."""
         evicted = self._evict(namespace, min(namespace.debt, EVICTION_STEP), Reason.EVICTED_WATERMARK)

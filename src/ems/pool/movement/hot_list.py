@@ -204,10 +204,12 @@ class HotPages:
             known = self._known(namespace, run)
             return abs(run.period - period) <= OLD_PERIODS and known.tries < TRIES and now >= known.due
 
-        newest = [run for run in reversed(runs) if is_due(run)]
+        newest = [run for run in reversed(runs) if is_due(run)] if most > 0 else []
         by_key = {key: run for run in reversed(newest) for key in run.keys}
         due: dict[HotRun, None] = {}
         for last in newest:
+            if most <= 0:
+                break
             line: dict[HotRun, None] = {}
             run: HotRun | None = last
             while run is not None and run not in due and run not in line:

@@ -1,8 +1,8 @@
 """Which pages were copied ahead and not used yet, and how many more may be copied.
 
 A brain; times are seconds on one monotonic clock.  What always holds: who asks for room before each copy has no more
-bytes of them unused than it allows a tenant; so nobody loses more than that to copies that are of no use.  Memory is
-bounded.
+bytes of them unused than it allows all tenants, and each of them; so nobody loses more than that to copies that are of
+no use.  Memory is bounded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class UnusedCopies:
     def has(self, namespace: str, key: bytes) -> bool:
         return (namespace, key) in self._pages
 
-    def room(self, namespace: str, page_size: int, most: int) -> int:
-        """How many pages of ``namespace`` may be copied where its tenant may have ``most`` bytes of unused copies."""
-        left = most - self._bytes[tenant_of(namespace)]
+    def room(self, namespace: str, page_size: int, most: int, tenants: int = 1) -> int:
+        """How many pages of ``namespace`` may be copied where ``tenants`` may have ``most`` bytes of unused copies."""
+        left = min(most // tenants - self._bytes[tenant_of(namespace)], most - self._bytes.total())
         return max(min(left // page_size, MOST_UNUSED - len(self._pages)), 0)
 
     def add(self, namespace: str, keys: Iterable[bytes], page_size: int, now: float) -> None:

@@ -2,8 +2,8 @@
 
 It runs on the node's loop, around :mod:`ems.pool.movement.hot_list` and :mod:`ems.pool.movement.unused_copies`.  What
 always holds: a copy begins only while nothing else is fetched, and no engine waits for more than :data:`BURST` of it;
-copies that nobody used hold no more than one in :data:`UNUSED_SHARE` bytes of memory; a page is proven like any that is
-fetched; one round is under way at a time, and one without an answer ends.
+no page leaves memory for a copy, and copies that nobody used hold no more than one in :data:`UNUSED_SHARE` bytes of it;
+a page is proven like any that is fetched; one round is under way at a time, and one without an answer ends.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ ANSWER_SECONDS = 10.0
 MOST_NAMESPACES = 64
 """Of which lists are read, those that were used last."""
 MOST_ROUND_KEYS = 2048
-"""Keys that are looked at in one round, about a millisecond's work."""
+"""Keys that are looked at in one round, and runs, some milliseconds' work."""
 UNUSED_SHARE = 8
 BURST = 32 * MIB
-"""Bytes that are copied in one go; a link of 10 Gbit/s takes 27 ms for them."""
+BURST_SECONDS = 0.03
+"""Bytes that are copied in one go, and how long they take at most as far as is known: fetches wait for that."""
 
 Bring = Callable[[int, int, KeyRun], bool]
 Question = Callable[[TierState, Callable[[], None], Callable[[], object]], None]
@@ -81,6 +82,8 @@ class CopyingAhead:
         self._tenants = 1
         """Whose namespaces were used within an hour."""
         self._due = 0.0
+        self._looked: dict[str, float] = {}
+        """When the list of each namespace was looked at, as far as there was time for it."""
         self._to_copy: dict[str, list[HotRun]] = {}
         """What others told, as far as the cluster was asked for it and it is not being fetched."""
         self._told: dict[str, list[HotRun]] = {}
@@ -156,12 +159,17 @@ class CopyingAhead:
         if not self._state.reads:
             return
         left = MOST_ROUND_KEYS
-        for name, runs in heard.items():
-            if not self._moves(name) or name in self._to_copy:
+        self._looked = {name: self._looked.get(name, 0.0) for name in heard}
+        for name in sorted(heard, key=self._looked.__getitem__):
+            if left <= 0:
+                break
+            self._looked[name] = now
+            room = self._room(name)
+            if room <= 0 or not self._moves(name) or name in self._to_copy:
                 continue
-            due = self._hot.heard(name, runs, now, left, self._period())
-            left -= sum(run.pages for run in due)
-            unknown, wanted, room = list[bytes](), list[HotRun](), self._room(name)
+            due = self._hot.heard(name, heard[name], now, left, self._period())
+            left -= len(heard[name]) + sum(run.pages for run in due)
+            unknown, wanted = list[bytes](), list[HotRun]()
             for run in due:
                 missing = self._missing(name, run)[1][: max(room, 0)]
                 if missing:
@@ -179,9 +187,13 @@ class CopyingAhead:
                 copy()
 
     def _room(self, name: str) -> int:
-        """How many pages of the namespace may be copied."""
-        number, most = self._core.find_namespace(name), self._core.slots.total // UNUSED_SHARE // self._tenants
-        return self._unused.room(name, self._core.named(number)[1], most) if number >= 0 else 0
+        """How many pages of the namespace may be copied, and need none to leave for them."""
+        number = self._core.find_namespace(name)
+        if number < 0:
+            return 0
+        space, most = self._core.namespaces.opened(number), self._core.slots.total // UNUSED_SHARE
+        bounded = self._unused.room(name, space.page_size, most, self._tenants)
+        return min(bounded, self._core.reclaimer.idle_room(space)) if bounded else 0
 
     def _is_here(self, name: str, key: bytes) -> bool:
         number = self._core.find_namespace(name)
@@ -198,9 +210,14 @@ class CopyingAhead:
 
     def _copy(self, now: float) -> None:
         """Have pages fetched that the cluster is known to have, if nothing else is fetched."""
-        left = BURST if self._to_copy and self._idle() else 0
+        left = self._burst(now) if self._to_copy and self._idle() else 0
         while self._to_copy and left > 0:
             left = self._copy_of(next(iter(self._to_copy)), left, now)
+
+    def _burst(self, now: float) -> int:
+        line = self._state.speed.fetched.line(now, draw=False)
+        bytes_each_second = 1 / line.per_unit if line is not None and line.per_unit else float("inf")
+        return int(min(BURST, BURST_SECONDS * bytes_each_second)) or 1
 
     def _copy_of(self, name: str, left: int, now: float) -> int:
         """Have up to ``left`` bytes of the namespace fetched; what is left of these, nothing when there is more."""
@@ -219,7 +236,7 @@ class CopyingAhead:
                 if not self._bring(self._state.number, number, KeyRun(parent, part)):
                     return 0
                 coming.update(part)
-                self._unused.add(name, part, size, now)
+                self._unused.add(name, part, size, now)  # behind what was brought, which counts as no copy
                 left, room = left - len(part) * size, room - len(part)
                 if left <= 0 or len(part) < len(keys):
                     return 0

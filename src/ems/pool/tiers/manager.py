@@ -221,8 +221,7 @@ class TierManager:
     def _ask(self, state: TierState, namespace: int, parent: bytes, keys: list[bytes], *, urgent: bool) -> bool:
         """Have ``keys``, blocks behind ``parent``, fetched from ``state``; False when too much waits."""
         name, page_size = self._host.core.named(namespace)
-        if urgent:
-            self._discard_copies(name, keys)
+        self._discard_copies(name, keys)
         self._pump_soon()
         return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
 
@@ -452,7 +451,10 @@ class TierManager:
         core, client_id, keys = self._host.core, next(self._client_ids), list(portion.keys)
         name, size = core.named(portion.namespace)
         space, ahead = core.namespaces.opened(portion.namespace), self._ahead.get(portion.tier)
-        used = space.last_used
+        used, is_copy = space.last_used, ahead is not None and ahead.is_copy(name, keys[0])
+        if is_copy and not (keys := keys[: core.reclaimer.idle_room(space)]):
+            self._promotions.ended(portion)
+            return
         try:
             tails = state.tier.tails(name, keys)
             reserved = self._host.promise(client_id, portion.namespace, portion.parent, keys, tails)
@@ -461,11 +463,12 @@ class TierManager:
             core.disconnect(client_id, self._clock(), alive=False)
             self._promotions.ended(portion)
             return
-        if ahead is not None and ahead.is_copy(name, keys[0]):
+        if is_copy:
             space.last_used = used  # nobody asked for it
         if len(reserved.granted) < len(keys) and any(core.page(portion.namespace, key) is None for key in keys):
-            self._promotions.no_room(portion)
-            if not reserved.granted:
+            if not is_copy:
+                self._promotions.no_room(portion)
+            if not is_copy and not reserved.granted:
                 self._crowded[portion.namespace] = self._clock()
         if not reserved.granted:
             self._promotions.ended(portion)
