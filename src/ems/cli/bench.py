@@ -107,7 +107,7 @@ def pool(
     """Measure the pool: bandwidth of saves and loads beside plain memcpy, latency of lookups.
 
     Args:
-        socket: Socket of the node to measure; by default one that is started for this run alone.
+        socket: Socket of the node to measure, whose tiers get the pages, too; by default one is started for that.
         pages: Page sizes, separated by commas.
         keys: Keys of one lookup, separated by commas.
         rounds: Rounds over each page size, of which the median counts.

@@ -59,7 +59,7 @@ def stop(*, timeout: Seconds = 20.0, clear: Flag = False, asked: Asking = ASKING
     if clear:
         _clear(Path(seen["directory"]))
         if tiers:
-            note(f"what is in {' and '.join(stays)} stays, 'ems clear --all' on a running node takes it out")
+            note(f"what is in {' and '.join(stays)} stays, 'ems clear --all' on a node that has used it takes it out")
     return 0
 
 

@@ -45,7 +45,7 @@ def test_a_bucket_with_settings() -> None:
         ("s3:", "expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json"),
         ("s3://[", "no address"),
         ("mooncake:?copy_ahead=always", "copy_ahead of a tier is 'always', expected never, on_save or on_second_use"),
-        ("mooncake:?copy_ahead=on_save&write=on_second_use", "others copy what was written before; give write=on_save"),
+        ("mooncake:?copy_ahead=on_save&write=on_second_use", "has not got yet; give write=on_save or copy_ahead=never"),
         ("mooncake:?copy_ahead=on_second_use&write=on_evict", "give write=on_second_use"),
         ("dir:/x?copy_ahead=on_save", "copy_ahead is for tiers of the kind mooncake only"),
         ("dir:/x?sise=1GB", "did you mean size"),

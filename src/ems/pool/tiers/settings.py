@@ -150,8 +150,8 @@ def parse_tier(text: str) -> TierConfig:
         raise ConfigError(f"{said}: {reason[0].lower()}{reason[1:]}") from error
     if values.get("copy_ahead", "never") != "never" and not config.copies_ahead:
         raise ConfigError(
-            f"copy_ahead is {config.copy_ahead} and write is {config.write}, but others copy what was written before; "
-            f"give write={config.copy_ahead}"
+            f"copy_ahead is {config.copy_ahead} and write is {config.write}, so others would be told of pages that the "
+            f"cluster has not got yet; give write={config.copy_ahead} or copy_ahead=never"
         )
     return config
 
