@@ -59,9 +59,19 @@ def test_what_nobody_asked_for_leaves_each_other_namespace_a_segment() -> None:
     core.slots.touching_ended()
     first, second = (core.open_namespace(name, PAGE) for name in ("first", "second"))
     space = core.namespaces.opened(first)
-    assert core.reclaimer.idle_room(space) == 4 * 15
+    assert core.reclaimer.idle_room(space) == 15
     store(core, second, 15, 1)
     store(core, first, 10, 2)
-    assert core.reclaimer.idle_room(space) == 5 + 2 * 15
+    assert core.reclaimer.idle_room(space) == 5 + 15
     store(core, second, 15, 3)
     assert core.reclaimer.idle_room(space) == 5, "the last segment is not taken before the other one needs it"
+
+
+def test_what_nobody_asked_for_finds_no_room_in_memory_that_is_being_touched() -> None:
+    """What is not there yet would be made of what is."""
+    core = PoolCore([SEGMENT] * 2, high_watermark=1.0)
+    core.slots.touch(0, SEGMENT)
+    space = core.namespaces.opened(core.open_namespace("first", PAGE))
+    assert core.reclaimer.idle_room(space) == 0
+    core.slots.touch(1, SEGMENT)
+    assert core.reclaimer.idle_room(space) == 15

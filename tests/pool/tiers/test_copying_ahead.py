@@ -17,6 +17,7 @@ from ems.pool.tiers.answers import KeyRun, Unknown
 from ems.pool.tiers.copying_ahead import (
     BURST,
     BURST_SECONDS,
+    KNOWN_SECONDS,
     MOST_ROUND_KEYS,
     ROUND_SECONDS,
     UNUSED_SHARE,
@@ -57,6 +58,7 @@ class Host:
         self.full: set[str] = set()
         self.fetched = Samples(None)
         self.questions: list[int] = []
+        self.unanswered = False
         state: Any = SimpleNamespace(
             config=SimpleNamespace(copy_ahead="on_save"),
             counts=Counter[str](),
@@ -95,7 +97,9 @@ class Host:
 
     def unknown(self, _name: str, keys: Sequence[bytes]) -> Unknown:
         self.questions.append(len(keys))
-        return Unknown(0, [], [])
+        return Unknown(0, list(keys) if self.unanswered else [], [])
+
+    def ask(self, _name: str, _keys: Sequence[bytes]) -> None: ...
 
     def holds(self, _name: str, keys: Sequence[bytes]) -> int:
         return len(keys)
@@ -249,9 +253,39 @@ def test_lists_that_are_too_long_for_one_round_take_turns() -> None:
     assert host.brought[0] == OTHER
 
 
-def test_the_list_of_who_has_no_room_takes_no_time_of_others() -> None:
+def test_the_list_of_who_has_no_room_keeps_nobody_out() -> None:
     host = Host()
     host.full.add(CLEARED)
     host.heard = {CLEARED: listed(MOST_ROUND_KEYS), OTHER: listed(64, 10_000)}
-    rounds(host)
+    rounds(host, 2)
     assert host.brought[:1] == [OTHER]
+
+
+def test_namespaces_take_turns_and_what_waits_too_long_is_asked_for_again() -> None:
+    host, burst = Host(), BURST // PAGE
+    host.heard = {CLEARED: listed(4 * burst), OTHER: listed(4 * burst, 10_000)}
+    host.begin()
+    host.end()
+    assert [host.tick() for _ in range(4)] == [burst] * 4
+    assert host.brought == [CLEARED, OTHER] * 2
+    host.idle = False
+    host.tick(2 * KNOWN_SECONDS)
+    host.idle = True
+    asked = len(host.questions)
+    assert host.tick() == 0, "the cluster may have it no more"
+    host.end()
+    assert len(host.questions) > asked
+    assert host.tick() == burst
+
+
+def test_what_is_answered_behind_a_clear_is_not_copied() -> None:
+    host = Host()
+    host.unanswered = True
+    host.heard = {CLEARED: [HotRun(ROOT, b"h" * 16)]}
+    host.begin()
+    host.end()
+    ((_, answered),) = host.asked
+    host.clear()
+    host.held_back.clear()
+    answered()
+    assert host.tick() == 0

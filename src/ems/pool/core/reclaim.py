@@ -111,10 +111,19 @@ class Reclaimer:
         return max(int(self._high_watermark * capacity) - used, 0), max(int(self._high_watermark * more) - used, 0)
 
     def idle_room(self, namespace: NamespacePages) -> int:
-        """The same for pages that nobody asked for: each other namespace finds a segment that nobody has after it."""
-        own, more = self.spare(namespace)
+        """How many pages of ``namespace`` that nobody asked for find room now, and none has to leave for them.
+
+        First in its own segments, then in one that nobody has where each other namespace finds one after it; nowhere
+        while memory that it could have is being touched.
+        """
+        number = namespace.number
+        if self._slots.untouched(number):
+            return 0
+        capacity = self._slots.capacity(number)
         unowned = sum(one.namespace is None and not one.closing for one in self._slots.segments if one.size)
-        return more if unowned >= len(self._namespaces) else own
+        if unowned >= len(self._namespaces) and (fresh := self._fresh(namespace)) is not None:
+            capacity += carve(fresh.size, namespace.page_size).slot_count
+        return max(int(self._high_watermark * capacity) - self._slots.used(number), 0)
 
     def trim(self, namespace: NamespacePages) -> None:
         """Free the eviction ratio of all slots of a namespace that must be trimmed, one step at a call."""

@@ -40,6 +40,9 @@ BURST = 32 * MIB
 BURST_SECONDS = 0.03
 """Bytes that are copied in one go, and how long they take at most as far as is known: fetches wait for that."""
 
+KNOWN_SECONDS = 4.0
+"""How long it is known at least that the cluster has what it said to have."""
+
 Bring = Callable[[int, int, KeyRun], bool]
 Question = Callable[[TierState, Callable[[], None], Callable[[], object]], None]
 
@@ -48,6 +51,12 @@ class _Used(NamedTuple):
     key: bytes
     parent: bytes
     tail: Tail | None
+
+
+class _Known(NamedTuple):
+    runs: list[HotRun]
+    until: float
+    """How long the cluster's answer holds."""
 
 
 class CopyingAhead:
@@ -84,8 +93,10 @@ class CopyingAhead:
         self._due = 0.0
         self._looked: dict[str, float] = {}
         """When the list of each namespace was looked at, as far as there was time for it."""
-        self._to_copy: dict[str, list[HotRun]] = {}
-        """What others told, as far as the cluster was asked for it and it is not being fetched."""
+        self._to_copy: dict[str, _Known] = {}
+        """What others told, as far as the cluster was asked for it and it is not being fetched; who waits for longest
+        first."""
+        self._clears = 0
         self._told: dict[str, list[HotRun]] = {}
         """What the round under way tells."""
 
@@ -119,6 +130,7 @@ class CopyingAhead:
 
     def clear(self, matches: Callable[[str], bool]) -> None:
         """The namespaces that are ``matches`` are being cleared: their lists are not to be written again."""
+        self._clears += 1
         self._hot.clear(matches)
         self._unused.clear(matches)
         for table in (self._told, self._to_copy):
@@ -164,11 +176,12 @@ class CopyingAhead:
             if left <= 0:
                 break
             self._looked[name] = now
-            room = self._room(name)
-            if room <= 0 or not self._moves(name) or name in self._to_copy:
+            runs = heard[name]
+            if not runs or not self._may_have(name) or not self._moves(name) or name in self._to_copy:
                 continue
-            due = self._hot.heard(name, heard[name], now, left, self._period())
-            left -= len(heard[name]) + sum(run.pages for run in due)
+            due = self._hot.heard(name, runs, now, left, self._period())
+            left -= len(runs) + sum(run.pages for run in due)
+            room = self._room(name) if due else 0
             unknown, wanted = list[bytes](), list[HotRun]()
             for run in due:
                 missing = self._missing(name, run)[1][: max(room, 0)]
@@ -180,20 +193,26 @@ class CopyingAhead:
                 else:  # no more is asked for than may be copied
                     self._hot.postponed(name, run, now)
                 room -= len(missing)
-            copy = partial(self._to_copy.__setitem__, name, wanted)
+            answered = partial(self._answered, name, wanted, self._clears)
             if unknown:
-                self._question(self._state, partial(self._tier.ask, name, unknown), copy)
+                self._question(self._state, partial(self._tier.ask, name, unknown), answered)
             elif wanted:
-                copy()
+                answered()
+
+    def _answered(self, name: str, runs: list[HotRun], clears: int) -> None:
+        if clears == self._clears and self._moves(name):
+            self._to_copy[name] = _Known(runs, self._clock() + KNOWN_SECONDS)
+
+    def _may_have(self, name: str) -> int:
+        """How many pages of the namespace may be copied, as far as they find room."""
+        number, most = self._core.find_namespace(name), self._core.slots.total // UNUSED_SHARE
+        return self._unused.room(name, self._core.named(number)[1], most, self._tenants) if number >= 0 else 0
 
     def _room(self, name: str) -> int:
         """How many pages of the namespace may be copied, and need none to leave for them."""
-        number = self._core.find_namespace(name)
-        if number < 0:
-            return 0
-        space, most = self._core.namespaces.opened(number), self._core.slots.total // UNUSED_SHARE
-        bounded = self._unused.room(name, space.page_size, most, self._tenants)
-        return min(bounded, self._core.reclaimer.idle_room(space)) if bounded else 0
+        most = self._may_have(name)
+        space = self._core.namespaces.opened(self._core.find_namespace(name)) if most else None
+        return 0 if space is None else min(most, self._core.reclaimer.idle_room(space))
 
     def _is_here(self, name: str, key: bytes) -> bool:
         number = self._core.find_namespace(name)
@@ -212,18 +231,25 @@ class CopyingAhead:
         """Have pages fetched that the cluster is known to have, if nothing else is fetched."""
         left = self._burst(now) if self._to_copy and self._idle() else 0
         while self._to_copy and left > 0:
-            left = self._copy_of(next(iter(self._to_copy)), left, now)
+            name, known = next(iter(self._to_copy.items()))
+            left = self._copy_of(name, known, left, now)
+            del self._to_copy[name]
+            if known.runs:  # the others first
+                self._to_copy[name] = known
 
     def _burst(self, now: float) -> int:
         line = self._state.speed.fetched.line(now, draw=False)
         bytes_each_second = 1 / line.per_unit if line is not None and line.per_unit else float("inf")
         return int(min(BURST, BURST_SECONDS * bytes_each_second)) or 1
 
-    def _copy_of(self, name: str, left: int, now: float) -> int:
-        """Have up to ``left`` bytes of the namespace fetched; what is left of these, nothing when there is more."""
-        number, room, runs = self._core.find_namespace(name), self._room(name), self._to_copy[name]
+    def _copy_of(self, name: str, known: _Known, left: int, now: float) -> int:
+        """Have up to ``left`` bytes of what is ``known`` fetched, which leaves it; what is left of these.
+
+        Nothing is left when there is more of it.
+        """
+        number, room, runs = self._core.find_namespace(name), self._room(name), known.runs
         coming: set[bytes] = {bytes(NO_PARENT)}
-        while runs and room:
+        while runs and room and now < known.until:
             parent, missing = self._missing(name, runs[0])
             keys = missing[: self._tier.holds(name, missing)]
             if not missing:
@@ -241,7 +267,9 @@ class CopyingAhead:
                 if left <= 0 or len(part) < len(keys):
                     return 0
             del runs[0]
-        del self._to_copy[name]
+        for run in runs:
+            self._hot.postponed(name, run, now)
+        runs.clear()
         return left
 
 
