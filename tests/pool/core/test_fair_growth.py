@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ems.pool.core.pool_core import PoolCore
+from ems.pool.core.shares import Quota
 from ems.pool.keys import split_keys
+from ems.pool.names import MARK
 from tests.pool.wrong_core import wrong_core
 
 SEGMENT = 1 << 20
@@ -11,11 +17,12 @@ PAGE = 64 << 10
 
 
 def store(core: PoolCore, namespace: int, count: int, seed: int) -> bytes:
-    """Store ``count`` pages that hang on nothing, one reservation each; return their keys, joined."""
+    """Store ``count`` pages that hang on nothing, one reservation each, as far as there is room; their keys, joined."""
     keys = b"".join((seed * 10_000 + number).to_bytes(16, "big") for number in range(1, count + 1))
     for key in split_keys(keys):
         reserved = core.writing.reserve(1, namespace, bytes(16), [key])
-        core.writing.commit(1, reserved.reservation)
+        if reserved.granted:
+            core.writing.commit(1, reserved.reservation)
     return keys
 
 
@@ -75,3 +82,32 @@ def test_what_nobody_asked_for_finds_no_room_in_memory_that_is_being_touched() -
     assert core.reclaimer.idle_room(space) == 0
     core.slots.touch(1, SEGMENT)
     assert core.reclaimer.idle_room(space) == 15
+
+
+steps = st.tuples(st.sampled_from(["store", "copy", "touch"]), st.integers(0, 2), st.integers(1, 15))
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@given(todo=st.lists(steps, max_size=30))
+def test_what_nobody_asked_for_makes_no_page_leave(todo: list[tuple[str, int, int]], *, limited: bool) -> None:
+    """Whatever was touched, stored and copied before; by tenants with quotas, too."""
+    core, touched = PoolCore([SEGMENT] * 5), 0
+    if limited:
+        core.set_quotas({"a": Quota("20%", "40%"), "b": Quota("20%", "80%")})
+    names = [f"{MARK}a/one", f"{MARK}b/two", f"{MARK}b/three"]
+    spaces = [core.open_namespace(name, PAGE) for name in names]
+    for number, (step, at, count) in enumerate(todo):
+        if step == "touch":
+            core.slots.touch(touched % 5, SEGMENT if number % 2 else SEGMENT // 2)
+            touched += 1
+        elif step == "store":
+            store(core, spaces[at], count, number)
+        else:
+            room, before = core.reclaimer.idle_room(core.namespaces.opened(spaces[at])), core.reclaimer.evicted
+            keys = [(number * 10_000 + 5_000 + page).to_bytes(16, "big") for page in range(min(count, room))]
+            reserved = core.writing.reserve(1, spaces[at], bytes(16), keys)
+            assert len(reserved.granted) == len(keys)
+            assert core.reclaimer.evicted == before
+            if keys:
+                core.writing.commit(1, reserved.reservation)
+    assert wrong_core(core) == []
