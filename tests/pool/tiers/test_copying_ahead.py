@@ -188,9 +188,14 @@ def listed(count: int, first: int = 0, each: int = 100) -> list[HotRun]:
 def test_copies_are_begun_a_burst_at_a_time_and_only_while_nothing_else_is_fetched() -> None:
     host = Host()
     host.heard = {OTHER: listed(300)}
-    host.begin()
     host.idle = False
+    host.begin()
     host.end()
+    assert (host.questions, host.tick()) == ([], 0), "the master is not asked either"
+    host.idle = True
+    host.begin()
+    host.end()
+    host.idle = False
     assert host.tick() == 0
     host.idle = True
     burst = BURST // PAGE

@@ -39,7 +39,6 @@ UNUSED_SHARE = 8
 BURST = 32 * MIB
 BURST_SECONDS = 0.03
 """Bytes that are copied in one go, and how long they take at most as far as is known: fetches wait for that."""
-
 KNOWN_SECONDS = 4.0
 """How long it is known at least that the cluster has what it said to have."""
 
@@ -168,7 +167,7 @@ class CopyingAhead:
     def _heard(self, heard: dict[str, list[HotRun]]) -> None:
         now = self._clock()
         self._due = now + ROUND_SECONDS
-        if not self._state.reads:
+        if not self._state.reads or not self._idle():  # who has no time to copy asks for nothing
             return
         left = MOST_ROUND_KEYS
         self._looked = {name: self._looked.get(name, 0.0) for name in heard}
