@@ -563,7 +563,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=40, help="prompts of a set in the three steps")
     parser.add_argument("--concurrency", type=int, default=10, help="requests under way at the same time there")
     parser.add_argument("--rounds", type=int, default=1, help="times that the three steps are gone, with fresh prompts")
-    parser.add_argument("--rest", type=float, default=3.0, help="seconds before the third step, default 3")
+    parser.add_argument("--rest", type=float, default=5.0, help="seconds before the third step, default 5")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of cold requests")
     parser.add_argument("--waves", type=int, default=12, help="pairs of waves of cold requests")
     parser.add_argument("--lives", type=int, default=2, help="starts of both engines for cold requests, default 2")
