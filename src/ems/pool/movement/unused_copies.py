@@ -42,12 +42,16 @@ class UnusedCopies:
         return (namespace, key) in self._pages
 
     def room(self, namespace: str, page_size: int, most: int, tenants: int = 1) -> int:
-        """How many pages of ``namespace`` may be copied where ``tenants`` may have ``most`` bytes of unused copies."""
+        """How many pages of ``page_size`` bytes may be copied into ``namespace``.
+
+        All tenants together may have ``most`` bytes of unused copies, and each its part of that by the number of
+        ``tenants``.
+        """
         left = min(most // tenants - self._bytes[tenant_of(namespace)], most - self._bytes.total())
         return max(min(left // page_size, MOST_UNUSED - len(self._pages)), 0)
 
     def add(self, namespace: str, keys: Iterable[bytes], page_size: int, now: float) -> None:
-        """``keys`` are being copied."""
+        """``keys``, pages of ``page_size`` bytes, are being copied."""
         for key in keys:
             self._drop((namespace, key))
             self._pages[namespace, key] = _Copy(page_size, now)
@@ -58,6 +62,7 @@ class UnusedCopies:
         return sum(self._drop((namespace, key)) for key in keys) if self._pages else 0
 
     def clear(self, matches: Callable[[str], bool]) -> None:
+        """What is left of namespaces that are ``matches`` counts as no copy."""
         for name in [name for name in self._pages if matches(name[0])]:
             self._drop(name)
 

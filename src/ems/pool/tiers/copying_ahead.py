@@ -36,9 +36,11 @@ MOST_NAMESPACES = 64
 MOST_ROUND_KEYS = 2048
 """Keys that are looked at in one round, and runs, some milliseconds' work."""
 UNUSED_SHARE = 8
+"""One in so many bytes of memory may be copies that nobody used."""
 BURST = 32 * MIB
+"""Bytes that are copied in one go at most: what engines ask for waits for the rest of that."""
 BURST_SECONDS = 0.03
-"""Bytes that are copied in one go, and how long they take at most as far as is known: fetches wait for that."""
+"""How long they take at most, as far as is known."""
 KNOWN_SECONDS = 4.0
 """How long it is known at least that the cluster has what it said to have."""
 
@@ -183,7 +185,7 @@ class CopyingAhead:
             room = self._room(name) if due else 0
             unknown, wanted = list[bytes](), list[HotRun]()
             for run in due:
-                missing = self._missing(name, run)[1][: max(room, 0)]
+                missing = self._missing(name, run)[1][:room]
                 if missing:
                     wanted.append(run)
                     unknown += self._tier.unknown(name, missing).keys
@@ -237,6 +239,7 @@ class CopyingAhead:
                 self._to_copy[name] = known
 
     def _burst(self, now: float) -> int:
+        """Bytes that may be copied in one go, one or more."""
         line = self._state.speed.fetched.line(now, draw=False)
         bytes_each_second = 1 / line.per_unit if line is not None and line.per_unit else float("inf")
         return int(min(BURST, BURST_SECONDS * bytes_each_second)) or 1
