@@ -74,6 +74,26 @@ def test_what_nobody_asked_for_leaves_each_other_namespace_a_segment() -> None:
     assert core.reclaimer.idle_room(space) == 5, "the last segment is not taken before the other one needs it"
 
 
+def test_nothing_leaves_soon_while_each_namespace_finds_a_segment_that_nobody_has() -> None:
+    core = PoolCore([SEGMENT] * 4)
+    for segment in range(4):
+        core.slots.touch(segment, SEGMENT)
+    core.slots.touching_ended()
+    first, second = (core.open_namespace(name, PAGE) for name in ("first", "second"))
+
+    def leaving() -> list[int]:
+        return [namespace for namespace, _ in core.reclaimer.leaving_soon(1)]
+
+    store(core, second, 1, 1)
+    store(core, first, 15, 2)
+    assert leaving() == [], "it finds one more, and the other one after it"
+    store(core, first, 15, 3)
+    assert leaving() == [first], "the last segment may go to the other one at any moment"
+    store(core, second, 15, 4)
+    assert leaving() == [first]
+    assert core.reclaimer.evicted == 0
+
+
 def test_what_nobody_asked_for_finds_no_room_in_memory_that_is_being_touched() -> None:
     """What is not there yet would be made of what is."""
     core = PoolCore([SEGMENT] * 2, high_watermark=1.0)

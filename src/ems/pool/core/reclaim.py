@@ -92,9 +92,11 @@ class Reclaimer:
         """
         for namespace in self._namespaces:
             capacity = self._slots.capacity(namespace.number)
-            nearly = (self._high_watermark - AHEAD * self._eviction_ratio) * capacity
-            if capacity and self._slots.used(namespace.number) >= nearly:
-                next_evictions = max(int(AHEAD * self._eviction_ratio * capacity), 1) + namespace.debt
+            soon = AHEAD * self._eviction_ratio * capacity
+            if not capacity or self._slots.used(namespace.number) < self._high_watermark * capacity - soon:
+                continue
+            if self.idle_room(namespace) <= soon:
+                next_evictions = max(int(soon), 1) + namespace.debt
                 yield namespace.number, islice(namespace.index.policy, max(least, next_evictions))
 
     def spare(self, namespace: NamespacePages) -> tuple[int, int]:
