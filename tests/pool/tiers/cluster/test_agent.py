@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from ems.errors import ConfigError
+from ems.errors import ConfigError, EmsError
 from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
@@ -88,6 +89,31 @@ leave(Store())
 @pytest.mark.process
 def test_it_leaves_in_time_also_where_its_client_hangs() -> None:
     assert subprocess.run([sys.executable, "-c", LEAVING], timeout=60, check=False).returncode == -signal.SIGALRM
+
+
+AT_WORK = """
+import os, sys, threading, time
+from ems.pool.tiers.cluster.agent import leave
+
+class Store:
+    def close(self):
+        os._exit(3 if thread.is_alive() else 4)
+
+thread = threading.Thread(target=sys.stdin.read)  # as one that stores, until somebody writes
+thread.start()
+threading.Timer(0.0, lambda: print("leaves", flush=True)).start()
+leave(Store(), [thread])
+"""
+
+
+@pytest.mark.process
+def test_it_leaves_when_what_it_stores_is_stored() -> None:
+    command = [sys.executable, "-c", AT_WORK]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"leaves\n"
+        agent.communicate(timeout=60)
+        assert agent.returncode in (4, -signal.SIGALRM)
 
 
 class Lender:
@@ -208,6 +234,53 @@ def test_a_segment_that_is_gone_is_mapped_no_further(monkeypatch: pytest.MonkeyP
     os.close(file)
 
     assert mapped == [TOUCH_STEP]
+
+
+class Giving(Registrar):
+    """A store that takes pages, with what happens while it does, or before that."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytes] = {}
+        self.when_asked: Callable[[], object] = lambda: None
+        self.when_put: Callable[[], object] = lambda: None
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        self.when_asked()
+        return [int(name in self.content) for name in names]
+
+    def batch_put_from_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], _config: object
+    ) -> list[int]:
+        for name, parts, lengths in zip(names, addresses, sizes, strict=True):
+            self.content[name] = b"".join(map(ctypes.string_at, parts, lengths))
+        self.when_put()
+        return [0] * len(names)
+
+    def remove(self, name: str, *, force: bool) -> int:
+        assert force
+        del self.content[name]
+        return 0
+
+
+@pytest.mark.parametrize("when", ["never", "before", "meanwhile"])
+def test_a_store_that_nobody_waits_for_leaves_nothing(when: str) -> None:
+    """Where it reads may be another page by then, and what it stores may have been cleared."""
+    giving, given_up = Giving(), threading.Event()
+    if when == "before":
+        giving.when_asked = given_up.set
+    elif when == "meanwhile":
+        giving.when_put = given_up.set
+    mover = Mover(giving, cast(Any, None), Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)
+    file = os.memfd_create("ems-given-up")
+    os.pwrite(file, os.urandom(4096), 0)
+    mover.know(calls.Attach(1, 4096, mapped=False), [file])
+    lane = Lane(mover, given_up.is_set)
+
+    store = calls.Store("t/m/l", 4096, [calls.Place(bytes(32), 1, 0)])
+    with pytest.raises(EmsError, match="nobody waits") if when == "before" else contextlib.nullcontext():
+        lane.answer(store, [])
+
+    assert len(giving.content) == (when == "never")
 
 
 class Shelf(Registrar):

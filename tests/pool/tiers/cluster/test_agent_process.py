@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ems.errors import TierFailed
@@ -174,6 +175,112 @@ def test_an_agent_is_told_of_segments_that_come_and_go(started: list[Agent]) -> 
     places.clear()
     assert told([]) == [calls.Detach(1), FETCH]
     assert told([]) == [FETCH]
+    agents.close()
+
+
+LENDS = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=1 << 30)
+STORE = calls.Store("default/model/0", 4096, [])
+
+
+def next_on(agent: Agent, lane: int) -> calls.Call:
+    agent.sockets[lane].settimeout(60.0)
+    return calls.receive(agent.sockets[lane], calls.calls)[0]
+
+
+@pytest.mark.parametrize(("protocol", "own_place", "stores"), [("tcp", True, 0), ("tcp", False, 1), ("rdma", True, 1)])
+def test_who_lends_memory_stores_where_nothing_has_to_be_sent(
+    started: list[Agent], protocol: str, own_place: bool, stores: int
+) -> None:
+    config = msgspec.structs.replace(LENDS, protocol=protocol)
+    agents = Agents(config, secrets={}, own_place=own_place, replicas=1, lanes=2)
+    agents.keep()
+    with ThreadPoolExecutor(1) as threads:
+        for call, agent in ((STORE, started[stores]), (calls.Probe(), started[1])):
+            # Who is asked second takes the next lane.
+            lane = 2 if agent is started[stores] and call is not STORE else 1
+            waiting = threads.submit(agents.call, call, 60.0)
+            assert next_on(agent, lane) == call
+            calls.send(agent.sockets[lane], calls.Answer([1]))
+            assert waiting.result().codes == [1]
+    agents.close()
+
+
+def test_a_store_that_hangs_costs_no_memory_that_is_lent(started: list[Agent]) -> None:
+    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=2)
+    agents.keep()
+    gives, moves = started
+    with pytest.raises(TierFailed, match="did not answer within 0 s"):
+        agents.call(STORE, 0.05)
+    assert next_on(gives, 1) == STORE
+    assert next_on(gives, 1) == calls.GivenUp()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(agents.call, STORE, 60.0)
+        assert next_on(moves, 1) == STORE  # the other one stores as long as it hangs
+        calls.send(moves.sockets[1], calls.Answer([1]))
+        assert waiting.result().codes == [1]
+        calls.send(gives.sockets[1], calls.Answer([2]))  # to the first one, which nobody waits for
+        waiting = threads.submit(agents.call, STORE, 60.0)
+        assert next_on(gives, 2) == STORE
+        calls.send(gives.sockets[2], calls.Answer([3]))
+        assert waiting.result().codes == [3]
+    assert [one.returncode for one in started] == [None, None]
+    agents.close()
+
+
+def test_who_lends_memory_leaves_when_what_it_stores_is_stored(started: list[Agent]) -> None:
+    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=1)
+    agents.keep()
+    gives, moves = started
+    with ThreadPoolExecutor(2) as threads:
+        storing = threads.submit(agents.call, STORE, 60.0)
+        assert next_on(gives, 1) == STORE
+        agents.leaving = True
+        leaving = threads.submit(agents.keep)
+        with ThreadPoolExecutor(1) as more:
+            waiting = more.submit(agents.call, STORE, 60.0)
+            assert next_on(moves, 1) == STORE  # no more comes to who leaves
+            calls.send(moves.sockets[1], calls.Answer([2]))
+            assert waiting.result().codes == [2]
+        calls.send(gives.sockets[1], calls.Answer([1]))
+        assert storing.result().codes == [1]
+        leaving.result(60)
+    assert gives.is_left(0)
+    assert not agents.gives
+    agents.close()
+
+
+def test_without_a_descriptor_left_nothing_is_ended(started: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened() -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    segment = SegmentFile(os.memfd_create("ems-shown"), 4096)
+    monkeypatch.setattr(segment, "opened", opened)
+    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=1)
+    agents.keep()
+    for call in (STORE, FETCH):
+        with pytest.raises(TierFailed, match="Too many open files"):
+            agents.call(call, 60.0, [FileRange(segment, 0, 4096, mapped=True)])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(agents.call, calls.Probe(), 60.0)
+        assert next_on(started[1], 1) == calls.Probe()  # its only lane is free
+        calls.send(started[1].sockets[1], calls.Answer([1]))
+        assert waiting.result().codes == [1]
+    assert [one.returncode for one in started] == [None, None]
+    agents.close()
+
+
+def test_who_lends_memory_looks_at_no_segment_through_a_mapping(started: list[Agent]) -> None:
+    """A client that cuts the file of one would end it, and all that it lends."""
+    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=1)
+    agents.keep()
+    segment = SegmentFile(os.memfd_create("ems-shown"), 4096)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(agents.call, STORE, 60.0, [FileRange(segment, 0, 4096, mapped=True)])
+        assert next_on(started[0], 1) == calls.Attach(1, 4096, mapped=False)
+        calls.send(started[0].sockets[1], calls.Answer())
+        assert next_on(started[0], 1) == STORE
+        calls.send(started[0].sockets[1], calls.Answer([1]))
+        assert waiting.result().codes == [1]
     agents.close()
 
 

@@ -118,6 +118,9 @@ class FakeCluster:
         self.objects[name] = raw
         return 0
 
+    def upsert_batch(self, names: list[str], raws: list[bytes], config: object) -> int:
+        return max(self.upsert(name, raw, config) for name, raw in zip(names, raws, strict=True))
+
     def get_batch(self, names: list[str]) -> list[bytes]:
         self.own_calls.append(names)
         self.may_read.update(self.hosts.get(name, [HOST])[0] for name in names if name in self.objects)

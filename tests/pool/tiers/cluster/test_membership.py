@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ems.cli.status import summary_rows
+from ems.errors import EmsError
 from ems.pool.administration.figures import judge
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Drain
 from ems.pool.tiers.cluster.agent import NO_SECRET, RAMP_LEAST, RAMP_PARTS, ramp
+from ems.pool.tiers.cluster.agent_process import STORE_LANES
 from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.mooncake import MooncakeMaster
@@ -33,7 +37,7 @@ NAMESPACE = Namespace("tenant/model/layout", PAGE)
 FLAGS = ("--size", "16MB", "--segment-size", "4MB", "--tier")
 PATIENCE = 90.0
 CLIENT_TTL = 2
-LENDING_ARGUMENTS = 4
+LENDING_ARGUMENTS = 4 + STORE_LANES
 """Python, the module and one socket: one that moves pages has more sockets."""
 
 
@@ -82,6 +86,27 @@ def test_a_host_that_leaves_gives_what_is_hot_to_others(
     leaving.stop()
     wait_for(reader, NAMESPACE, keys, PATIENCE)
     assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+@pytest.mark.parametrize("written", [1, 40, 200])
+def test_a_node_that_dies_while_it_stores_takes_what_it_lent_with_it(
+    tmp_path: Path, make_node: MakeNode, make_client: MakeClient, written: int
+) -> None:
+    """Others would ask for it as long as the master waits for a host, which here is for ever."""
+    with start_master(tmp_path, "--client_ttl=3600") as patient, ThreadPoolExecutor(1) as threads:
+        node = make_node(*FLAGS, f"mooncake:{write_settings(tmp_path, patient.endpoint)}?copy_ahead=never")
+        client = make_client(node)
+        until(lambda: capacity(patient) == 64 << 20, "it lends memory", PATIENCE)
+
+        def save_on() -> None:
+            for number in itertools.count():
+                save(client, NAMESPACE, chain(f"{number}"))
+
+        saving = threads.submit(save_on)
+        until(lambda: cluster(node)["pages_written"] >= written, "it stores", PATIENCE)
+        node.kill()
+        assert isinstance(saving.exception(PATIENCE), EmsError)
+        until(lambda: capacity(patient) == 0, "nothing is lent", PATIENCE)
 
 
 def test_a_host_that_stays_after_all_lends_memory_again(

@@ -1,4 +1,4 @@
-"""A process that is a client of Mooncake for a node: it gives the cluster memory, or moves pages for the node.
+"""A process that is a client of Mooncake for a node: it gives the cluster memory and stores there, or moves pages.
 
 Run by :mod:`ems.pool.tiers.cluster.agent_process` with the descriptors of its sockets; one thread serves each.  What
 always holds: it ends with its node, whose end it sees on its first socket.
@@ -6,6 +6,7 @@ always holds: it ends with its node, whose end it sees on its first socket.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from ems.errors import EmsError
@@ -40,15 +42,15 @@ def ramp(size: int) -> list[int]:
     return [part] * (count - 1) + [size - part * (count - 1)]
 
 
-def _mover(call: calls.Start, store: Any, engine: Any) -> Mover:
+def _mover(call: calls.Start, own: str, store: Any, engine: Any) -> Mover:
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
     config.replica_num = call.replicas
-    if call.own_place and call.own:
-        config.preferred_segments = [call.own]
+    if call.own_place and own:
+        config.preferred_segments = [own]
     mark_config = ReplicateConfig()
-    mark_config.preferred_segments = [call.own]
+    mark_config.preferred_segments = [own]
     mark_config.with_hard_pin = True
     objects = Objects(SealKeys.of(call.secrets or {"": NO_SECRET}, encrypts=False))
     return Mover(store, DirectReads(store, engine, call.silent), objects, config, mark_config)
@@ -56,19 +58,22 @@ def _mover(call: calls.Start, store: Any, engine: Any) -> Mover:
 
 def serve(sock: socket.socket, mover: Mover) -> None:
     """Answer what comes on ``sock`` until nobody is there any more."""
-    lane = Lane(mover)
+    lane = Lane(mover, lambda: calls.readable(sock, 0.0))
     while True:
         try:
             call, descriptors = calls.receive(sock, calls.calls)
         except (EOFError, OSError):
             return
+        if isinstance(call, calls.GivenUp):  # its answer was sent
+            continue
         try:
             answer = lane.answer(call, descriptors)
         except EmsError as error:
             answer = calls.Answer(error=str(error))
         for one in descriptors:
             os.close(one)
-        calls.send(sock, answer)
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            calls.send(sock, answer)
 
 
 def end_with(sock: socket.socket) -> None:
@@ -106,13 +111,16 @@ def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str, me
             due = time.monotonic() + RAMP_SECONDS  # where it failed the master may be lost, and come back
 
 
-def leave(store: Any) -> None:
+def leave(store: Any, storing: Iterable[threading.Thread] = ()) -> None:
     """Tell the master that the memory goes, or others would ask for it until it noticed; but nothing waits for that.
 
-    The kernel ends this process in time: Mooncake's client may hang while no thread of Python can run.
+    What ``storing`` is at ends first: Mooncake's client fails where it is closed in the middle of a call.  The kernel
+    ends this process in time: that client may hang while no thread of Python can run.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, LEAVE_SECONDS)
+    for thread in storing:
+        thread.join()
     store.close()
     os._exit(0)
 
@@ -137,16 +145,16 @@ def main() -> None:
             store, engine, hostname = start(call.config, parts[0])
         if call.gives:
             outlive(control)
-        else:
-            mover = _mover(call, store, engine)
-            for sock in lanes:
-                threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
+        mover = _mover(call, hostname if call.gives else call.own, store, engine)
+        serving = [threading.Thread(target=serve, args=(sock, mover), daemon=True) for sock in lanes]
+        for thread in serving:
+            thread.start()
     except EmsError as error:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)
     calls.send(control, calls.Answer(text=hostname))
     lend(control, store, parts[1:], call.config.protocol, memory)
-    leave(store)
+    leave(store, serving)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The agents of one tier as the node sees them: started, asked, killed when they do not answer, started again.
 
 What always holds: every call ends, in time; after a call that failed, or after which bytes might still arrive, the
-agent is dead before anybody may use that memory again.
+agent is dead before anybody may use that memory again, or reads only, and stores nothing it read after that.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 START_SECONDS = 15.0
 LEAVE_SECONDS = 2.5
+GIVE_UP_SECONDS = 1.0
 BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
+STORE_LANES = 2
+"""Of an agent that lends memory, which copies as fast as there are cores for it."""
 PACE_SECONDS = 1.0
 """From the start of one agent that moves pages to the next: what ends them may come again at once."""
 REACH_SECONDS = 2.0
@@ -66,6 +69,7 @@ class AgentProcess:
     """One agent, which becomes what ``start`` says; ``lanes`` threads of it answer.  Raises TierFailed: it did not."""
 
     def __init__(self, start: calls.Start, lanes: int) -> None:
+        self.gives = start.gives
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
             pairs += (socket.socketpair() for _ in range(lanes + 1))
@@ -89,8 +93,8 @@ class AgentProcess:
         self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for lane in self._lanes:
             self.free.put(lane)
-        self._late: socket.socket | None = None
-        """A lane whose answer nobody waits for any more."""
+        self._late: list[socket.socket] = []
+        """Lanes whose answers nobody waits for any more."""
         self.ended_by: calls.Call | None = None
         """The call that went wrong, for which it was ended."""
         self.attached: set[int] = set()
@@ -159,47 +163,59 @@ class AgentProcess:
         except OSError:
             return False
 
-    def give_up(self, lane: socket.socket) -> None:
-        """Nobody waits for the answer that comes on ``lane``; for a call that touches no memory of segments."""
-        self._late = lane
+    def give_up(self, lane: socket.socket) -> bool:
+        """Nobody waits for the answer that comes on ``lane``, of a call that writes into no segment.
+
+        Whether it could be told so: False where it is gone, or takes nothing any more.
+        """
+        try:
+            lane.settimeout(GIVE_UP_SECONDS)
+            calls.send(lane, calls.GivenUp())
+        except OSError:
+            return False
+        self._late.append(lane)
+        return True
 
     def is_late(self) -> bool:
         """Whether the answer of a call that was given up has not come; the lane is free again when it has."""
-        lane = self._late
-        if lane is None or not calls.readable(lane, 0.0):
-            return lane is not None
-        self._late = None
-        with contextlib.suppress(EOFError, OSError, ProtocolError):
-            calls.receive(lane, calls.answers)
-            self.free.put(lane)
-        return False
+        for lane in list(self._late):
+            # ValueError: another thread has seen the answer, too, or closed the lane.
+            with contextlib.suppress(EOFError, OSError, ProtocolError, ValueError):
+                if calls.readable(lane, 0.0):
+                    self._late.remove(lane)
+                    calls.receive(lane, calls.answers)
+                    self.free.put(lane)
+        return bool(self._late)
 
     def kill(self) -> None:
         """End it now; when this returns it touches nothing any more."""
         self._process.kill()
         self._process.wait()
-        self._close()
-
-    def leave(self, seconds: float) -> None:
-        """Have it take leave of the cluster, for so long at most."""
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        self.kill()
-
-    def _close(self) -> None:
         for one in (self._control, *self._lanes):
             # Whoever waits for an answer there sees the end at once.
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
+    def leave(self, seconds: float) -> None:
+        """Have it take leave of the cluster, for so long at most, after as long at most for the calls under way."""
+        ends = time.monotonic() + seconds
+        with contextlib.suppress(queue.Empty):
+            for _ in range(len(self._lanes) - len(self._late)):
+                self.free.get(timeout=max(ends - time.monotonic(), 0.0))
+        for one in (self._control, *self._lanes):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.kill()
+
 
 class Agents:
     """The agents of a tier: one that gives memory where ``config`` says so, and one that moves pages.
 
-    Calls from several threads; each may start an agent that is not there.
+    The first one also stores where that is a copy, a third of the processor's work for the way by TCP from the second
+    one to it.  Calls from several threads; each may start an agent that is not there.
     """
 
     def __init__(
@@ -207,6 +223,7 @@ class Agents:
     ) -> None:
         self._start = calls.Start(config, False, dict(secrets), own_place, replicas=replicas)
         self._lane_count = lanes
+        self._store_lanes = STORE_LANES if own_place and config.protocol == "tcp" else 0
         self._lock = threading.Lock()
         self._giver: AgentProcess | None = None
         self._mover: AgentProcess | None = None
@@ -250,7 +267,7 @@ class Agents:
                     _log.warning("Mooncake's client that lends memory has ended and is started again")
                     self._giver.kill()  # its sockets are closed
                     self._giver = None
-                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
+                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), self._store_lanes)
                 self._end_mover()  # it prefers memory that is gone
             if self._mover is None or not self._mover.alive:
                 self._end_mover()
@@ -280,50 +297,53 @@ class Agents:
         """
         ends = time.monotonic() + seconds
         while True:
-            mover = self._running()
+            agent = self._running()
+            if isinstance(call, calls.ShareHot) and agent.is_late():
+                raise TierFailed("the host with the list of hot pages does not answer")
+            giver = self._giver
+            if isinstance(call, calls.Store) and self._store_lanes and giver is not None:
+                agent = agent if self.leaving or giver.is_late() else giver
             try:
-                return self._ask(mover, call, seconds, places)
+                return self._ask(agent, call, seconds, places)
             except TierFailed:
                 seconds = ends - time.monotonic()
-                if mover.ended_by is None or mover.ended_by is call or seconds <= 0:
+                if agent.ended_by is None or agent.ended_by is call or seconds <= 0:
                     raise
 
-    def _ask(self, mover: AgentProcess, call: calls.Call, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
-        spares = isinstance(call, calls.ShareHot)
-        if spares and mover.is_late():
-            raise TierFailed("the host with the list of hot pages does not answer")
+    def _ask(self, agent: AgentProcess, call: calls.Call, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
         try:
-            lane = mover.free.get(timeout=seconds)
+            lane = agent.free.get(timeout=seconds)
         except queue.Empty:
             raise TierFailed(f"all of the cluster's lanes were busy for {seconds:.0f} s") from None
         try:
             lane.settimeout(seconds)
-            self._settle(mover, lane, places)
+            self._settle(agent, lane, places)
             answer = _exchange(lane, call)
+        except TierFailed:  # before anything was asked
+            agent.free.put(lane)
+            raise
         except TimeoutError as error:
-            if spares:
-                mover.give_up(lane)
-            else:
-                self._fail(mover, call)
+            if not (agent.gives or isinstance(call, calls.ShareHot)) or not agent.give_up(lane):
+                self._fail(agent, call)
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:
-            self._fail(mover)
-            raise TierFailed(f"Mooncake's client ended in the middle of a call{mover.defect()}") from error
+            self._fail(agent)
+            raise TierFailed(f"Mooncake's client ended in the middle of a call{agent.defect()}") from error
         if answer.unsafe:
             self._silent = answer.silent
-            self._fail(mover, call)
+            self._fail(agent, call)
         else:
-            mover.free.put(lane)
+            agent.free.put(lane)
         if answer.error:
             reach(self._start.config.master_server_address)  # where nobody answers, that says more
             raise TierFailed(answer.error)
         return answer
 
-    def _fail(self, mover: AgentProcess, call: calls.Call | None = None) -> None:
-        mover.ended_by = mover.ended_by or call
-        mover.kill()
+    def _fail(self, agent: AgentProcess, call: calls.Call | None = None) -> None:
+        agent.ended_by = agent.ended_by or call
+        agent.kill()
         with self._lock:
-            if self._mover is mover:
+            if self._mover is agent:
                 self._mover = None
 
     def number(self, file: SegmentFile) -> int:
@@ -334,26 +354,29 @@ class Agents:
                 self._numbers[file] = number
             return number
 
-    def _settle(self, mover: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
+    def _settle(self, agent: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
         """Have the agent know the segments of ``places``, and no longer those that are gone."""
-        with mover.lock:
+        with agent.lock:
             with self._lock:
-                gone = mover.attached.difference(self._numbers.values())
+                gone = agent.attached.difference(self._numbers.values())
             for number in gone:
                 _exchange(lane, calls.Detach(number))
-                mover.attached.discard(number)
+                agent.attached.discard(number)
             for place in {id(one.file): one for one in places}.values():
                 number = self.number(place.file)
-                if number not in mover.attached:
-                    descriptor = place.file.opened()
+                if number not in agent.attached:
                     try:
-                        attach = calls.Attach(number, place.file.size, place.mapped)
-                        answer = _exchange(lane, attach, descriptor)
+                        descriptor = place.file.opened()
+                    except OSError as error:
+                        raise TierFailed(f"a segment cannot be shown to Mooncake's client: {error.strerror}") from error
+                    try:
+                        mapped = place.mapped and not agent.gives  # what is cut would end it, and all that it lends
+                        answer = _exchange(lane, calls.Attach(number, place.file.size, mapped), descriptor)
                     finally:
                         os.close(descriptor)
                     if answer.error:
                         raise ProtocolError(answer.error)
-                    mover.attached.add(number)
+                    agent.attached.add(number)
 
     def close(self) -> None:
         self._closing.set()

@@ -90,6 +90,10 @@ class Store(Call, frozen=True, tag=True):
     pages: list[Place]
 
 
+class GivenUp(Call, frozen=True, tag=True):
+    """Nobody waits for what the call before does, and where it reads may be something else from now on."""
+
+
 class Listed(msgspec.Struct, frozen=True, array_like=True):
     """A tail that the cluster lists, and the key of the block before it."""
 
@@ -158,7 +162,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     silent: dict[str, float] = {}
 
 
-Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | ShareHot | Clear | Probe | Mark
+Calls = (
+    Start | Attach | Detach | Exist | Fetch | Store | GivenUp | FindTails | ListTails | ShareHot | Clear | Probe | Mark
+)
 _encoder = msgspec.msgpack.Encoder()
 calls: msgspec.msgpack.Decoder[Calls] = msgspec.msgpack.Decoder(Calls)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

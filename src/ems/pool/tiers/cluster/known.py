@@ -102,10 +102,8 @@ class KnownKeys:
 
     def answered(self, namespace: str, keys: Iterable[bytes], present: Iterable[bool], now: float) -> None:
         for key, there in zip(keys, present, strict=True):
-            if there:
-                self._believe(namespace, key, _State.PRESENT, now + PRESENT_SECONDS)
-            else:
-                self._believe(namespace, key, _State.ABSENT, now + ABSENT_SECONDS)
+            state, seconds = (_State.PRESENT, PRESENT_SECONDS) if there else (_State.ABSENT, ABSENT_SECONDS)
+            self._believe(namespace, key, state, now + seconds)
 
     def stored(self, namespace: str, keys: Iterable[bytes], now: float) -> None:
         """The node stored ``keys``, or found them there when it was about to."""

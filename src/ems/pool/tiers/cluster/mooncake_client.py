@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from ems.errors import ConfigError, EmsError
 from ems.pool.tiers.cluster.direct_reads import make_engine
 from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PEER_TO_PEER, PROTOCOLS, MooncakeConfig
@@ -41,21 +43,12 @@ def check_address(named: str, own: str) -> None:
         _check_name(named)
         return
     # A master that is reached within this host has no other hosts.
-    if not (ipaddress.ip_address(own).is_loopback if address.is_loopback else _is_of_this_host(address)):
+    here = {one.address.partition("%")[0] for of_one in psutil.net_if_addrs().values() for one in of_one}
+    if not (ipaddress.ip_address(own).is_loopback if address.is_loopback else str(address) in here):
         raise ConfigError(
             f"local_hostname is {named!r}, where other hosts do not reach this one; leave it out, or write this host's "
             "own address"
         )
-
-
-def _is_of_this_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.bind((str(address), 0))
-        except OSError:
-            return False
-        return True
 
 
 def check_hardware(config: MooncakeConfig) -> None:

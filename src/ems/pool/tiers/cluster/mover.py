@@ -14,15 +14,17 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from ems.errors import EmsError
 from ems.pool.layout import crc32c
 from ems.pool.movement.hot_list import HotRun, merged
 from ems.pool.segments.segment_file import SegmentFile
-from ems.pool.segments.touch import TOUCH_STEP, warm
+from ems.pool.segments.touch import TOUCH_STEP, populate, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.direct_reads import DirectReads, HostSilent, NotRead
@@ -52,8 +54,6 @@ LISTED_BYTES = 128 << 10
 """Of the longest list that is read directly; few are longer."""
 _WARMING = threading.Lock()
 """Held by who maps a segment: one after the other, or their rests would not add up."""
-POPULATE_READ, POPULATE_WRITE = 22, 23
-"""Linux 5.14 and newer; Python has no names for them."""
 OTHER_SIZE = -600
 TRANSFER_FAILED = -800
 """After this, bytes may still arrive."""
@@ -81,13 +81,13 @@ class Memory:
                 warm(self.view[start : start + TOUCH_STEP])
             self._warmed = True
 
-    def prepare(self, offset: int, size: int, *, writes: bool) -> None:
+    def prepare(self, offset: int, size: int) -> None:
         """Map these bytes in one go before all are: a transfer that has to do it takes many times as long."""
         if self._warmed:
             return
         start = offset - offset % mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # an older kernel, or somebody cut the file
-            self.mapped.madvise(POPULATE_WRITE if writes else POPULATE_READ, start, offset + size - start)
+        with contextlib.suppress(OSError):  # somebody cut the file
+            populate(self.address + start, offset + size - start)
 
     def close(self) -> None:
         """Its pages leave this process when nobody looks at them any more."""
@@ -95,16 +95,23 @@ class Memory:
         self._store.unregister_buffer(self.address)
 
 
-class Segment:
+class Segment(NamedTuple):
     """The file of a segment; ``memory`` is None where it is not to be looked at through a mapping."""
 
-    def __init__(self, file: SegmentFile, memory: Memory | None) -> None:
-        self.file = file
-        self.memory = memory
+    file: SegmentFile
+    memory: Memory | None
 
-    def close(self) -> None:
-        if self.memory is not None:
-            self.memory.close()
+
+class Part(NamedTuple):
+    """Pages of one namespace that are moved at a time, and the memory of each: its bytes and their address."""
+
+    seal: ObjectSeal
+    pages: list[calls.Place]
+    memory: list[tuple[memoryview, int]]
+
+    @property
+    def names(self) -> list[str]:
+        return [self.seal.name(page.key) for page in self.pages]
 
 
 class Mover:
@@ -131,25 +138,18 @@ class Mover:
 
     def know(self, call: calls.Attach | calls.Detach, descriptors: list[int]) -> None:
         """The node has one segment more, whose descriptor is taken, or one less."""
-        if isinstance(call, calls.Attach):
-            self._attach(call, descriptors.pop())
-        else:
-            self._detach(call.segment)
-
-    def _attach(self, call: calls.Attach, descriptor: int) -> None:
         with self._lock:
-            if call.segment in self.segments:
-                os.close(descriptor)
-                return
-            memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
-            self.segments[call.segment] = Segment(SegmentFile(descriptor, call.size), memory)
-        if memory is not None:
-            threading.Thread(target=memory.warm, name="ems-warm", daemon=True).start()
-
-    def _detach(self, segment: int) -> None:
-        with self._lock:
-            if (gone := self.segments.pop(segment, None)) is not None:
-                gone.close()
+            known = self.segments.get(call.segment)
+            if isinstance(call, calls.Detach):
+                if known is not None and known.memory is not None:
+                    known.memory.close()
+                self.segments.pop(call.segment, None)
+            elif known is None:
+                descriptor = descriptors.pop()
+                memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
+                self.segments[call.segment] = Segment(SegmentFile(descriptor, call.size), memory)
+                if memory is not None:
+                    threading.Thread(target=memory.warm, name="ems-warm", daemon=True).start()
 
 
 def _behind(threads: int) -> ThreadPoolExecutor:
@@ -160,8 +160,10 @@ def _behind(threads: int) -> ThreadPoolExecutor:
 class Lane:
     """What one thread works with: memory for headers, and for pages that are copied."""
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: Mover, given_up: Callable[[], bool] = lambda: False) -> None:
         self._mover = mover
+        self._given_up = given_up
+        """Whether nobody waits for the call that this works at."""
         self._store = mover.store
         self._headers = Memory(mover.store, mmap.mmap(-1, AT_ONCE * HEADER_BYTES))
         self._listed = Memory(mover.store, mmap.mmap(-1, LISTED_BYTES))
@@ -202,38 +204,24 @@ class Lane:
 
     # Pages
 
-    def _in_parts(
-        self,
-        call: calls.Fetch | calls.Store,
-        move: Callable[[ObjectSeal, list[calls.Place], Sequence[tuple[memoryview, int]]], calls.Answer],
-    ) -> calls.Answer:
+    def _in_parts(self, call: calls.Fetch | calls.Store, move: Callable[[Part], calls.Answer]) -> calls.Answer:
         """Have ``call`` done as many pages at a time as there is memory for; an answer to all of it."""
         seal = self._seal(call.namespace)
         if seal is None:
             return calls.Answer([Outcome.WRONG_KEY] * len(call.pages), [0] * len(call.pages))
-        codes: list[int] = []
-        sums: list[int] = []
-        unsafe, direct, silent = False, 0, dict[str, float]()
-        for pages in self._parts(call):
-            part = move(seal, pages, self._memory(call, pages))
-            codes += part.codes
-            sums += part.sums
-            unsafe = unsafe or part.unsafe
-            direct += part.direct
-            silent |= part.silent
-            if unsafe:  # bytes may still arrive where the next part would be copied from
-                break
-        rest = len(call.pages) - len(codes)
-        codes += [Outcome.MISSING] * rest
-        sums += [0] * rest
-        return calls.Answer(codes, sums, unsafe=unsafe, direct=direct, silent=silent)
-
-    def _parts(self, call: calls.Fetch | calls.Store) -> Iterator[list[calls.Place]]:
-        most = AT_ONCE
-        if any(self._mover.segments[page.segment].memory is None for page in call.pages):
-            most = max(min(STAGING // call.size, AT_ONCE), 1)
+        answer = calls.Answer()
+        mapped = all(self._mover.segments[page.segment].memory is not None for page in call.pages)
+        most = AT_ONCE if mapped else max(min(STAGING // call.size, AT_ONCE), 1)
         for start in range(0, len(call.pages), most):
-            yield call.pages[start : start + most]
+            pages = call.pages[start : start + most]
+            moved = move(Part(seal, pages, self._memory(call, pages)))
+            codes, sums, direct = answer.codes + moved.codes, answer.sums + moved.sums, answer.direct + moved.direct
+            answer = msgspec.structs.replace(moved, codes=codes, sums=sums, direct=direct)
+            if moved.unsafe:  # bytes may still arrive where the next part would be copied from
+                break
+        rest = len(call.pages) - len(answer.codes)
+        codes, sums = answer.codes + [Outcome.MISSING] * rest, answer.sums + [0] * rest
+        return msgspec.structs.replace(answer, codes=codes, sums=sums)
 
     def _memory(self, call: calls.Fetch | calls.Store, pages: Sequence[calls.Place]) -> list[tuple[memoryview, int]]:
         """The bytes of ``pages``, or bytes in their stead, with their addresses."""
@@ -243,7 +231,7 @@ class Lane:
             offset = page.offset
             if memory is None:
                 memory, offset = self._staged(len(pages) * size), position * size
-            memory.prepare(offset, size, writes=isinstance(call, calls.Fetch))
+            memory.prepare(offset, size)
             found.append((memory.view[offset : offset + size], memory.address + offset))
         return found
 
@@ -258,36 +246,34 @@ class Lane:
         at = position * HEADER_BYTES
         return self._headers.view[at : at + HEADER_BYTES], self._headers.address + at
 
-    def _target(self, position: int, memory: Sequence[tuple[memoryview, int]]) -> tuple[list[int], list[int]]:
+    def _target(self, part: Part, position: int) -> tuple[list[int], list[int]]:
         """Where header and bytes of a page go to or come from, and how many there are."""
-        view, address = memory[position]
+        view, address = part.memory[position]
         return [self._header(position)[1], address], [HEADER_BYTES, len(view)]
 
-    def _fetch(
-        self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
-    ) -> calls.Answer:
-        reads, names = self._mover.reads, [seal.name(page.key) for page in pages]
+    def _fetch(self, part: Part) -> calls.Answer:
+        reads, names = self._mover.reads, part.names
         sources = reads.find(names)
         begun: list[list[int]] = []
-        answers = [(Outcome.MISSING, 0)] * len(pages)
+        answers = [(Outcome.MISSING, 0)] * len(names)
         rest, unsafe = [], False
-        for at in range(len(pages)):
+        for at in range(len(names)):
             # What follows comes while this is proven.
             for name in names[len(begun) : at + MOST_READING]:
-                target = self._target(len(begun), memory)
+                target = self._target(part, len(begun))
                 begun.append(reads.begin(sources[name], *target) if name in sources and not unsafe else [])
             transfers, source = begun[at], sources.get(names[at])
             if source is not None and transfers and not reads.ended(source, transfers):
                 unsafe = True
             elif source is not None and not transfers and reads.is_silent(source.endpoint):
                 continue  # it may lie there only
-            elif transfers and (proven := self._proven(seal, pages[at], at, memory))[0] is not Outcome.CORRUPT:
+            elif transfers and (proven := self._proven(part, at))[0] is not Outcome.CORRUPT:
                 answers[at] = proven
             else:
                 rest.append(at)
         fetched = 0
         if rest and not unsafe:
-            unsafe = self._fetch_rest(seal, names, pages, memory, rest, answers)
+            unsafe = self._fetch_rest(part, rest, answers)
             there = [names[at] for at in rest if answers[at][0] is Outcome.DONE]
             fetched = len(there)
             reads.reached(there)
@@ -295,22 +281,15 @@ class Lane:
         direct, silent = codes.count(Outcome.DONE) - fetched, reads.silent() if unsafe else {}
         return calls.Answer(codes, sums, unsafe=unsafe, direct=direct, silent=silent)
 
-    def _fetch_rest(
-        self,
-        seal: ObjectSeal,
-        names: Sequence[str],
-        pages: list[calls.Place],
-        memory: Sequence[tuple[memoryview, int]],
-        rest: Sequence[int],
-        answers: list[tuple[Outcome, int]],
-    ) -> bool:
-        """Have Mooncake itself fetch the ``rest`` of ``pages``, and say in ``answers`` what became of them.
+    def _fetch_rest(self, part: Part, rest: Sequence[int], answers: list[tuple[Outcome, int]]) -> bool:
+        """Have Mooncake itself fetch the ``rest`` of the pages, and say in ``answers`` what became of them.
 
         It knows which had to make room for others meanwhile.  Whether bytes may still arrive.
         """
-        targets = [self._target(at, memory) for at in rest]
+        targets = [self._target(part, at) for at in rest]
         get, places, sizes_of = self._store.batch_get_into_multi_buffers, *zip(*targets, strict=True)
-        names, size = [names[at] for at in rest], sum(map(sum, sizes_of))
+        every, size = part.names, sum(map(sum, sizes_of))
+        names = [every[at] for at in rest]
         try:
             seconds = OWN_SECONDS + size / LEAST_RATE
             found: list[int] = self._mover.reads.call(self._mover.fetches, seconds, get, names, places, sizes_of)
@@ -318,7 +297,7 @@ class Lane:
             return True
         for at, name, (_, sizes), code in zip(rest, names, targets, found, strict=True):
             if code == sum(sizes):
-                answers[at] = self._proven(seal, pages[at], at, memory)
+                answers[at] = self._proven(part, at)
             elif code == OTHER_SIZE or (code == TRANSFER_FAILED and 0 < self._store.get_size(name) != sum(sizes)):
                 answers[at] = Outcome.WRONG_SIZE, 0  # what is too short is read beyond its end, which fails
             if answers[at][0] in {Outcome.CORRUPT, Outcome.WRONG_SIZE}:
@@ -326,12 +305,10 @@ class Lane:
                 self._store.remove(name, force=True)
         return TRANSFER_FAILED in found
 
-    def _proven(
-        self, seal: ObjectSeal, page: calls.Place, position: int, memory: Sequence[tuple[memoryview, int]]
-    ) -> tuple[Outcome, int]:
+    def _proven(self, part: Part, position: int) -> tuple[Outcome, int]:
         """What came of a page that was fetched, and the checksum of its bytes."""
-        view = memory[position][0]
-        opened = seal.open(self._header(position)[0], page.key, view)
+        page, (view, _) = part.pages[position], part.memory[position]
+        opened = part.seal.open(self._header(position)[0], page.key, view)
         if opened is None:
             return Outcome.CORRUPT, 0
         segment = self._mover.segments[page.segment]
@@ -339,14 +316,12 @@ class Lane:
             return Outcome.MISSING, 0
         return Outcome.DONE, opened.checksum
 
-    def _put(
-        self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
-    ) -> calls.Answer:
-        names = [seal.name(page.key) for page in pages]
+    def _put(self, part: Part) -> calls.Answer:
+        names = part.names
         there = self._store.batch_is_exist(names)
-        codes = [int(Outcome.PRESENT)] * len(pages)
+        codes = [int(Outcome.PRESENT)] * len(names)
         ready: list[int] = []
-        for position, (page, (view, _)) in enumerate(zip(pages, memory, strict=True)):
+        for position, (page, (view, _)) in enumerate(zip(part.pages, part.memory, strict=True)):
             if there[position] == 1:
                 continue
             segment = self._mover.segments[page.segment]
@@ -357,12 +332,16 @@ class Lane:
             if page.checksum is not None and checksum != page.checksum:
                 codes[position] = Outcome.CORRUPT
                 continue
-            self._header(position)[0][:] = seal.header(page.key, page.parent, view, checksum)
+            self._header(position)[0][:] = part.seal.header(page.key, page.parent, view, checksum)
             ready.append(position)
+        if ready and self._given_up():  # what was read may be another page
+            raise EmsError("nobody waits for these pages to be stored")
         if ready:
             put, new = self._store.batch_put_from_multi_buffers, [names[at] for at in ready]
-            addresses, sizes = zip(*(self._target(at, memory) for at in ready), strict=True)
+            addresses, sizes = zip(*(self._target(part, at) for at in ready), strict=True)
             done: list[int] = self._mover.stores.submit(put, new, addresses, sizes, self._mover.config).result()
+            for name in new if self._given_up() else ():  # it may have been cleared meanwhile
+                self._store.remove(name, force=True)
             if all(code not in (0, -200) for code in done):
                 raise EmsError(f"Mooncake did not take pages ({done[0]})")
             for position, code in zip(ready, done, strict=True):
@@ -409,6 +388,7 @@ class Lane:
                 pause = LIST_PAUSE_SECONDS * random.uniform(0.5, 1.5)  # or two hosts that write at once go on doing so
                 time.sleep(pause)  # on this lane's thread: Mooncake tells nobody when a write has ended
             raws = self._lists([seal.listing_name(directory) for directory in left])
+            lists: dict[str, bytes] = {}
             for (directory, added), raw in zip(list(left.items()), raws, strict=True):
                 before = seal.listed(directory, raw or b"")
                 new = [one for one in added if one not in before]
@@ -416,11 +396,12 @@ class Lane:
                 if raw is None or not new:
                     del left[directory]
                 elif before or attempt:  # a list that another host is writing reads as if there were none
-                    self._store.upsert(
-                        seal.listing_name(directory), seal.listing(directory, [*before, *new]), self._mover.config
-                    )
+                    lists[seal.listing_name(directory)] = seal.listing(directory, [*before, *new])
             if not left:
                 break
+            if lists:
+                write, config = self._store.upsert_batch, self._mover.config
+                self._mover.stores.submit(write, list(lists), list(lists.values()), config).result()
         return [0] * len(left)
 
     def _share_hot(self, call: calls.ShareHot) -> list[calls.HotList]:

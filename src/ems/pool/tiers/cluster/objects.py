@@ -111,12 +111,8 @@ class ObjectSeal:
 
         All have one size, because Mooncake keeps the memory of what was replaced by another size for ten minutes.
         """
-        parts = [msgspec.msgpack.encode(run) for run in runs]
-        size, first = _LENGTH.size + 5 + sum(map(len, parts)), 0  # msgpack's longest head of a list
-        while size > HOT_LIST_BYTES:
-            size -= len(parts[first])
-            first += 1
-        told = msgspec.msgpack.encode([msgspec.Raw(part) for part in parts[first:]])
+        while len(told := msgspec.msgpack.encode(runs)) > HOT_LIST_BYTES - _LENGTH.size:
+            runs = runs[1:]
         return self._sealed_list((_LENGTH.pack(len(told)) + told).ljust(HOT_LIST_BYTES, b"\0"), _HOT)
 
     def hot_listed(self, raw: Buffer) -> list[HotRun] | None:

@@ -39,6 +39,7 @@ SHARE_SECONDS = 1.0
 ASK_SECONDS = 3.0
 """How long the master may take to say what there is before it counts as lost."""
 MOST_NAMESPACES = 4096
+_THERE = {Outcome.DONE, Outcome.PRESENT}
 _CLEARED_BY_AGE = "a cluster does not know when its pages were used, so none of them is cleared by age"
 
 _log = structlog.get_logger("ems.tier")
@@ -190,20 +191,12 @@ class ClusterTier:
         ]
         answer = self._agents.call(calls.Store(namespace, size, named), self._timeout, places)
         outcomes = [Outcome(code) for code in answer.codes]
-        there = {
-            page.key: page
-            for page, outcome in zip(pages, outcomes, strict=True)
-            if outcome in {Outcome.DONE, Outcome.PRESENT}
-        }
+        there = {page.key: page for page, outcome in zip(pages, outcomes, strict=True) if outcome in _THERE}
         with self._lock:
             self._known.stored(namespace, there, self._clock())
             self._see(namespace, size, outcomes.count(Outcome.DONE))
         inner = {page.parent for page in pages}
-        tails = [
-            calls.Listed(page.tail, page.parent)
-            for page in there.values()
-            if page.tail is not None and page.key not in inner
-        ]
+        tails = [calls.Listed(one.tail, one.parent) for one in there.values() if one.tail and one.key not in inner]
         if tails:
             # A page that something stored with it continues is found by its key; what comes last may be cut anywhere.
             self._agents.call(calls.ListTails(namespace, tails), self._timeout)
