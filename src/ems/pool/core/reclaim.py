@@ -95,7 +95,8 @@ class Reclaimer:
             soon = AHEAD * self._eviction_ratio * capacity
             if not capacity or self._slots.used(namespace.number) < self._high_watermark * capacity - soon:
                 continue
-            if self.idle_room(namespace) <= soon:
+            # Others may take a segment each at any moment.
+            if self._unowned() < len(self._namespaces) or self.spare(namespace)[1] <= soon:
                 next_evictions = max(int(soon), 1) + namespace.debt
                 yield namespace.number, islice(namespace.index.policy, max(least, next_evictions))
 
@@ -122,10 +123,13 @@ class Reclaimer:
         if self._slots.untouched(number):
             return 0
         capacity = self._slots.capacity(number)
-        unowned = sum(one.namespace is None and not one.closing for one in self._slots.segments if one.size)
-        if unowned >= len(self._namespaces) and (fresh := self._fresh(namespace)) is not None:
+        if self._unowned() >= len(self._namespaces) and (fresh := self._fresh(namespace)) is not None:
             capacity += carve(fresh.size, namespace.page_size).slot_count
         return max(int(self._high_watermark * capacity) - self._slots.used(number), 0)
+
+    def _unowned(self) -> int:
+        """How many segments are there that no namespace has."""
+        return sum(one.namespace is None and not one.closing for one in self._slots.segments if one.size)
 
     def trim(self, namespace: NamespacePages) -> None:
         """Free the eviction ratio of all slots of a namespace that must be trimmed, one step at a call."""

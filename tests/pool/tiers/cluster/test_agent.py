@@ -26,7 +26,7 @@ from ems.errors import ConfigError, EmsError
 from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.agent import lend
+from ems.pool.tiers.cluster.agent import lend, serve
 from ems.pool.tiers.cluster.direct_reads import DirectReads
 from ems.pool.tiers.cluster.lent_memory import LentMemory
 from ems.pool.tiers.cluster.mooncake_client import check_address, check_names
@@ -92,8 +92,8 @@ def test_it_leaves_in_time_also_where_its_client_hangs() -> None:
 
 
 AT_WORK = """
-import os, sys, threading, time
-from ems.pool.tiers.cluster.agent import leave
+import os, sys, threading
+from ems.pool.tiers.cluster import agent
 
 class Store:
     def close(self):
@@ -102,18 +102,45 @@ class Store:
 thread = threading.Thread(target=sys.stdin.read)  # as one that stores, until somebody writes
 thread.start()
 threading.Timer(0.0, lambda: print("leaves", flush=True)).start()
-leave(Store(), [thread])
+agent.STORED_SECONDS = float(sys.argv[1])
+agent.leave(Store(), [thread])
 """
 
 
 @pytest.mark.process
 def test_it_leaves_when_what_it_stores_is_stored() -> None:
-    command = [sys.executable, "-c", AT_WORK]
+    command = [sys.executable, "-c", AT_WORK, "600"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"leaves\n"
         agent.communicate(timeout=60)
-        assert agent.returncode in (4, -signal.SIGALRM)
+        assert agent.returncode == 4
+
+
+@pytest.mark.process
+def test_it_leaves_in_time_also_where_a_store_hangs() -> None:
+    with subprocess.Popen([sys.executable, "-c", AT_WORK, "0.01"], stdin=subprocess.PIPE) as agent:
+        assert agent.wait(60) == 3
+
+
+def test_a_defect_does_not_end_who_lends_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def answer(self, *_: object) -> calls.Answer:
+            raise KeyError("what nobody thought of")
+
+    monkeypatch.setattr("ems.pool.tiers.cluster.agent.Lane", Failing)
+    ours, theirs = socket.socketpair()
+    with theirs, ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(serve, theirs, cast(Any, None), False)
+        for _ in range(2):
+            calls.send(ours, calls.Probe())
+            assert calls.receive(ours, calls.answers)[0].error == "a defect of EMS: KeyError: 'what nobody thought of'"
+            calls.send(ours, calls.GivenUp())
+        ours.close()
+        serving.result(60)
 
 
 class Lender:
@@ -264,10 +291,15 @@ class Giving(Registrar):
 
 @pytest.mark.parametrize("when", ["never", "before", "meanwhile"])
 def test_a_store_that_nobody_waits_for_leaves_nothing(when: str) -> None:
-    """Where it reads may be another page by then, and what it stores may have been cleared."""
+    """Where it reads may be another page by then or no segment, and what it stores may have been cleared."""
     giving, given_up = Giving(), threading.Event()
+
+    def give_up() -> None:
+        given_up.set()
+        mover.know(calls.Detach(1), [])
+
     if when == "before":
-        giving.when_asked = given_up.set
+        giving.when_asked = give_up
     elif when == "meanwhile":
         giving.when_put = given_up.set
     mover = Mover(giving, cast(Any, None), Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)

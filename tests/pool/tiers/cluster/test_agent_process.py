@@ -17,7 +17,7 @@ import pytest
 from ems.errors import TierFailed
 from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.tiers.cluster import agent_process, calls
-from ems.pool.tiers.cluster.agent_process import Agents
+from ems.pool.tiers.cluster.agent_process import STORE_LANES, Agents
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from tests.kit.process import free_port
 from tests.kit.waiting import until
@@ -224,6 +224,23 @@ def test_a_store_that_hangs_costs_no_memory_that_is_lent(started: list[Agent]) -
         calls.send(gives.sockets[2], calls.Answer([3]))
         assert waiting.result().codes == [3]
     assert [one.returncode for one in started] == [None, None]
+    agents.close()
+
+
+def test_a_store_that_would_wait_for_who_lends_memory_goes_by_the_other_one(started: list[Agent]) -> None:
+    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=1)
+    agents.keep()
+    gives, moves = started
+    with ThreadPoolExecutor(STORE_LANES + 1) as threads:
+        storing = []
+        for lane in range(1, STORE_LANES + 1):
+            storing.append(threads.submit(agents.call, STORE, 60.0))
+            assert next_on(gives, lane) == STORE
+        storing.append(threads.submit(agents.call, STORE, 60.0))
+        assert next_on(moves, 1) == STORE
+        for agent, lane in ((moves, 1), *((gives, lane) for lane in range(1, STORE_LANES + 1))):
+            calls.send(agent.sockets[lane], calls.Answer([lane]))
+        assert [one.result().codes for one in storing] == [[1], [2], [3], [4], [1]]
     agents.close()
 
 

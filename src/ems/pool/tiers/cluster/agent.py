@@ -26,7 +26,7 @@ from ems.pool.tiers.cluster.mover import Lane, Mover
 from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import SealKeys
 
-LEAVE_SECONDS = 2.0
+STORED_SECONDS, LEAVE_SECONDS = 1.0, 2.0
 RAMP_PARTS = 8
 RAMP_SECONDS = 5.0
 """Until the next part of what a host lends is lent."""
@@ -56,8 +56,8 @@ def _mover(call: calls.Start, own: str, store: Any, engine: Any) -> Mover:
     return Mover(store, DirectReads(store, engine, call.silent), objects, config, mark_config)
 
 
-def serve(sock: socket.socket, mover: Mover) -> None:
-    """Answer what comes on ``sock`` until nobody is there any more."""
+def serve(sock: socket.socket, mover: Mover, ends_with_it: bool) -> None:
+    """Answer what comes on ``sock`` until nobody is there any more; a defect ends all if ``ends_with_it``."""
     lane = Lane(mover, lambda: calls.readable(sock, 0.0))
     while True:
         try:
@@ -70,6 +70,10 @@ def serve(sock: socket.socket, mover: Mover) -> None:
             answer = lane.answer(call, descriptors)
         except EmsError as error:
             answer = calls.Answer(error=str(error))
+        except Exception as error:
+            if ends_with_it:
+                raise
+            answer = calls.Answer(error=f"a defect of EMS: {type(error).__name__}: {error}")
         for one in descriptors:
             os.close(one)
         with contextlib.suppress(OSError):  # nobody waits for it any more
@@ -79,8 +83,7 @@ def serve(sock: socket.socket, mover: Mover) -> None:
 def end_with(sock: socket.socket) -> None:
     """The kernel ends this process at once when the other end of ``sock`` closes, or sends something, or did so.
 
-    Python need not run for that.  What still moved pages then would write into slots that a successor of the node gives
-    to others.
+    Python need not run.  What still moved pages would write into slots that a successor of the node gives to others.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
@@ -114,13 +117,15 @@ def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str, me
 def leave(store: Any, storing: Iterable[threading.Thread] = ()) -> None:
     """Tell the master that the memory goes, or others would ask for it until it noticed; but nothing waits for that.
 
-    What ``storing`` is at ends first: Mooncake's client fails where it is closed in the middle of a call.  The kernel
+    What ``storing`` is at ends first, if it does: Mooncake's client may fail where it is closed in a call.  The kernel
     ends this process in time: that client may hang while no thread of Python can run.
     """
+    ends = time.monotonic() + STORED_SECONDS
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, LEAVE_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, STORED_SECONDS + LEAVE_SECONDS)
     for thread in storing:
-        thread.join()
+        thread.join(max(ends - time.monotonic(), 0.0))
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_SECONDS)
     store.close()
     os._exit(0)
 
@@ -146,7 +151,7 @@ def main() -> None:
         if call.gives:
             outlive(control)
         mover = _mover(call, hostname if call.gives else call.own, store, engine)
-        serving = [threading.Thread(target=serve, args=(sock, mover), daemon=True) for sock in lanes]
+        serving = [threading.Thread(target=serve, args=(sock, mover, not call.gives), daemon=True) for sock in lanes]
         for thread in serving:
             thread.start()
     except EmsError as error:

@@ -29,12 +29,11 @@ from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 START_SECONDS = 15.0
-LEAVE_SECONDS = 2.5
-GIVE_UP_SECONDS = 1.0
+LEAVE_SECONDS, GIVE_UP_SECONDS = 3.5, 1.0
 BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
-STORE_LANES = 2
-"""Of an agent that lends memory, which copies as fast as there are cores for it."""
+STORE_LANES = 4
+"""Of an agent that lends memory: more stores at once go by the other one."""
 PACE_SECONDS = 1.0
 """From the start of one agent that moves pages to the next: what ends them may come again at once."""
 REACH_SECONDS = 2.0
@@ -297,24 +296,31 @@ class Agents:
         """
         ends = time.monotonic() + seconds
         while True:
-            agent = self._running()
-            if isinstance(call, calls.ShareHot) and agent.is_late():
-                raise TierFailed("the host with the list of hot pages does not answer")
-            giver = self._giver
-            if isinstance(call, calls.Store) and self._store_lanes and giver is not None:
-                agent = agent if self.leaving or giver.is_late() else giver
+            agent, lane = self._lane(call, seconds)
             try:
-                return self._ask(agent, call, seconds, places)
+                return self._ask(agent, lane, call, ends, places)
             except TierFailed:
                 seconds = ends - time.monotonic()
                 if agent.ended_by is None or agent.ended_by is call or seconds <= 0:
                     raise
 
-    def _ask(self, agent: AgentProcess, call: calls.Call, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
+    def _lane(self, call: calls.Call, seconds: float) -> tuple[AgentProcess, socket.socket]:
+        """A lane for ``call``, of the agent that is to do it; a store that would wait for one goes by the other."""
+        mover, giver = self._running(), self._giver
+        if isinstance(call, calls.ShareHot) and mover.is_late():
+            raise TierFailed("the host with the list of hot pages does not answer")
         try:
-            lane = agent.free.get(timeout=seconds)
+            if isinstance(call, calls.Store) and giver is not None and not self.leaving and not giver.is_late():
+                with contextlib.suppress(queue.Empty):
+                    return giver, giver.free.get_nowait()
+            return mover, mover.free.get(timeout=seconds)
         except queue.Empty:
             raise TierFailed(f"all of the cluster's lanes were busy for {seconds:.0f} s") from None
+
+    def _ask(
+        self, agent: AgentProcess, lane: socket.socket, call: calls.Call, ends: float, places: Sequence[FileRange]
+    ) -> calls.Answer:
+        seconds = max(ends - time.monotonic(), 0.001)
         try:
             lane.settimeout(seconds)
             self._settle(agent, lane, places)
@@ -375,7 +381,7 @@ class Agents:
                     finally:
                         os.close(descriptor)
                     if answer.error:
-                        raise ProtocolError(answer.error)
+                        raise (TierFailed if agent.gives else ProtocolError)(answer.error)
                     agent.attached.add(number)
 
     def close(self) -> None:

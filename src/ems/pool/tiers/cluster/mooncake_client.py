@@ -44,7 +44,7 @@ def check_address(named: str, own: str) -> None:
         return
     # A master that is reached within this host has no other hosts.
     here = {one.address.partition("%")[0] for of_one in psutil.net_if_addrs().values() for one in of_one}
-    if not (ipaddress.ip_address(own).is_loopback if address.is_loopback else str(address) in here):
+    if not (ipaddress.ip_address(own).is_loopback if address.is_loopback else str(address).partition("%")[0] in here):
         raise ConfigError(
             f"local_hostname is {named!r}, where other hosts do not reach this one; leave it out, or write this host's "
             "own address"

@@ -55,6 +55,7 @@ LISTED_BYTES = 128 << 10
 _WARMING = threading.Lock()
 """Held by who maps a segment: one after the other, or their rests would not add up."""
 OTHER_SIZE = -600
+_Bytes = tuple[memoryview, int]
 TRANSFER_FAILED = -800
 """After this, bytes may still arrive."""
 
@@ -107,7 +108,8 @@ class Part(NamedTuple):
 
     seal: ObjectSeal
     pages: list[calls.Place]
-    memory: list[tuple[memoryview, int]]
+    segments: dict[int, Segment]
+    memory: list[_Bytes]
 
     @property
     def names(self) -> list[str]:
@@ -210,11 +212,13 @@ class Lane:
         if seal is None:
             return calls.Answer([Outcome.WRONG_KEY] * len(call.pages), [0] * len(call.pages))
         answer = calls.Answer()
-        mapped = all(self._mover.segments[page.segment].memory is not None for page in call.pages)
+        # For all of it: the node lets go of the segments of a call that it gave up.
+        segments = {page.segment: self._mover.segments[page.segment] for page in call.pages}
+        mapped = all(one.memory is not None for one in segments.values())
         most = AT_ONCE if mapped else max(min(STAGING // call.size, AT_ONCE), 1)
         for start in range(0, len(call.pages), most):
             pages = call.pages[start : start + most]
-            moved = move(Part(seal, pages, self._memory(call, pages)))
+            moved = move(Part(seal, pages, segments, self._memory(pages, segments, call.size)))
             codes, sums, direct = answer.codes + moved.codes, answer.sums + moved.sums, answer.direct + moved.direct
             answer = msgspec.structs.replace(moved, codes=codes, sums=sums, direct=direct)
             if moved.unsafe:  # bytes may still arrive where the next part would be copied from
@@ -223,12 +227,11 @@ class Lane:
         codes, sums = answer.codes + [Outcome.MISSING] * rest, answer.sums + [0] * rest
         return msgspec.structs.replace(answer, codes=codes, sums=sums)
 
-    def _memory(self, call: calls.Fetch | calls.Store, pages: Sequence[calls.Place]) -> list[tuple[memoryview, int]]:
-        """The bytes of ``pages``, or bytes in their stead, with their addresses."""
-        found, size = [], call.size
+    def _memory(self, pages: Sequence[calls.Place], segments: dict[int, Segment], size: int) -> list[_Bytes]:
+        """The bytes of ``pages``, ``size`` each, or bytes in their stead, with their addresses."""
+        found = []
         for position, page in enumerate(pages):
-            memory = self._mover.segments[page.segment].memory
-            offset = page.offset
+            memory, offset = segments[page.segment].memory, page.offset
             if memory is None:
                 memory, offset = self._staged(len(pages) * size), position * size
             memory.prepare(offset, size)
@@ -311,7 +314,7 @@ class Lane:
         opened = part.seal.open(self._header(position)[0], page.key, view)
         if opened is None:
             return Outcome.CORRUPT, 0
-        segment = self._mover.segments[page.segment]
+        segment = part.segments[page.segment]
         if segment.memory is None and not (segment.file.whole() and segment.file.write(page.offset, view)):
             return Outcome.MISSING, 0
         return Outcome.DONE, opened.checksum
@@ -324,7 +327,7 @@ class Lane:
         for position, (page, (view, _)) in enumerate(zip(part.pages, part.memory, strict=True)):
             if there[position] == 1:
                 continue
-            segment = self._mover.segments[page.segment]
+            segment = part.segments[page.segment]
             if segment.memory is None and not segment.file.read_into(page.offset, view):
                 codes[position] = Outcome.MISSING
                 continue
