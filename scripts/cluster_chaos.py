@@ -288,7 +288,7 @@ def run(options: Any, folder: Path) -> tuple[Tally, dict[str, Any]]:
                 figures = _look_after(tally, members, masters, reference, options)
                 runner.compare(folder / "differences.jsonl")
         for host in network.hosts:
-            # Who lends memory takes its leave of the master for two seconds after its node at most.
+            # Who lends memory takes its leave of the master for three seconds after its node at most.
             expect_nothing(tally, f"host {host.address}", partial(_left_on, host))
     return tally, figures
 

@@ -96,7 +96,7 @@ class Reclaimer:
             if not capacity or self._slots.used(namespace.number) < self._high_watermark * capacity - soon:
                 continue
             # Others may take a segment each at any moment.
-            if self._unowned() < len(self._namespaces) or self.spare(namespace)[1] <= soon:
+            if namespace.debt or self._unowned() < len(self._namespaces) or self.spare(namespace)[1] <= soon:
                 next_evictions = max(int(soon), 1) + namespace.debt
                 yield namespace.number, islice(namespace.index.policy, max(least, next_evictions))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -263,6 +265,50 @@ def test_who_lends_memory_leaves_when_what_it_stores_is_stored(started: list[Age
         leaving.result(60)
     assert gives.is_left(0)
     assert not agents.gives
+    agents.close()
+
+
+def test_who_leaves_while_a_store_hangs_is_not_ended_for_it(
+    started: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still has to take its leave of the master."""
+    monkeypatch.setattr(agent_process, "LEAVE_SECONDS", 0.05)
+    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=1)
+    agents.keep()
+    gives, waits, over = started[0], threading.Event(), threading.Event()
+
+    def wait(_timeout: float | None = None) -> int:
+        waits.set()
+        over.wait(60)
+        return 0
+
+    monkeypatch.setattr(gives, "wait", wait)
+    with ThreadPoolExecutor(2) as threads:
+        storing = threads.submit(agents.call, STORE, 60.0)
+        assert next_on(gives, 1) == STORE
+        agents.leaving = True
+        leaving = threads.submit(agents.keep)
+        assert waits.wait(60)
+        assert gives.returncode is None, "it leaves"
+        assert not storing.done()
+        calls.send(gives.sockets[1], calls.Answer([1]))
+        assert storing.result().codes == [1]
+        over.set()
+        leaving.result(60)
+    agents.close()
+
+
+def test_a_call_that_waited_for_an_agent_ends_no_other(started: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time went by while the agent started, which is none of the agent's."""
+    agents = Agents(CONFIG, secrets={}, own_place=True, replicas=1, lanes=1)
+    agents.keep()
+    times = itertools.chain([0.0], itertools.repeat(100.0))
+    monkeypatch.setattr("ems.pool.tiers.cluster.agent_process.time.monotonic", lambda: next(times))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(agents.call, FETCH, 60.0)
+        assert asked(started[0], calls.Answer([1])) == FETCH
+        assert waiting.result().codes == [1]
+    assert started[0].returncode is None
     agents.close()
 
 

@@ -204,7 +204,7 @@ class AgentProcess:
                 self.free.get(timeout=max(ends - time.monotonic(), 0.0))
         for one in (self._control, *self._lanes):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                one.shutdown(socket.SHUT_WR)  # who still waits for an answer is not to take this for its death
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self.kill()
@@ -298,7 +298,7 @@ class Agents:
         while True:
             agent, lane = self._lane(call, seconds)
             try:
-                return self._ask(agent, lane, call, ends, places)
+                return self._ask(agent, lane, call, seconds, places)
             except TierFailed:
                 seconds = ends - time.monotonic()
                 if agent.ended_by is None or agent.ended_by is call or seconds <= 0:
@@ -318,9 +318,8 @@ class Agents:
             raise TierFailed(f"all of the cluster's lanes were busy for {seconds:.0f} s") from None
 
     def _ask(
-        self, agent: AgentProcess, lane: socket.socket, call: calls.Call, ends: float, places: Sequence[FileRange]
+        self, agent: AgentProcess, lane: socket.socket, call: calls.Call, seconds: float, places: Sequence[FileRange]
     ) -> calls.Answer:
-        seconds = max(ends - time.monotonic(), 0.001)
         try:
             lane.settimeout(seconds)
             self._settle(agent, lane, places)

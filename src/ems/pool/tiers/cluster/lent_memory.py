@@ -2,8 +2,8 @@
 
 Whoever receives a page into memory that nobody touched pays for it: on a host whose cores engines keep busy the agents
 took 0.7 of the processor's 5.6 seconds for twenty prompts, with touched memory 0.2.  What always holds: where nothing
-new is mapped, or less than was asked for, all is left alone; no byte changes.  What lies beside new memory is touched
-along: what was lent before, some tens of MiB of the agent's own.
+new is mapped all is left alone, and no byte changes.  What lies beside new memory is touched along: what was lent
+before, some tens of MiB of the agent's own.
 """
 
 from __future__ import annotations

@@ -111,9 +111,10 @@ class ObjectSeal:
 
         All have one size, because Mooncake keeps the memory of what was replaced by another size for ten minutes.
         """
-        while len(told := msgspec.msgpack.encode(runs)) > HOT_LIST_BYTES - _LENGTH.size:
-            # Half of what is too much by the mean length of a run, or one: the last ones go one by one.
-            runs = runs[max(len(runs) * (len(told) - HOT_LIST_BYTES) // len(told) // 2, 1) :]
+        parts = [msgspec.msgpack.encode(run) for run in runs]
+        while sum(map(len, parts)) > HOT_LIST_BYTES - _LENGTH.size - 5:  # msgpack's longest head of a list
+            del parts[0]
+        told = msgspec.msgpack.encode([msgspec.Raw(part) for part in parts])
         return self._sealed_list((_LENGTH.pack(len(told)) + told).ljust(HOT_LIST_BYTES, b"\0"), _HOT)
 
     def hot_listed(self, raw: Buffer) -> list[HotRun] | None:
