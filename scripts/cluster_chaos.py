@@ -107,7 +107,9 @@ class Member:
         return bool(tier["reading"] and tier["writing"] and not tier["queued_bytes"])
 
     def has_written(self, pages: int) -> bool:
-        return int(self.tier()["pages_written"]) >= pages
+        """Whether the cluster got as many, and nothing waits: what was lost is offered again beside what is new."""
+        tier = self.tier()
+        return int(tier["pages_written"]) >= pages and not tier["queued_bytes"]
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -365,7 +367,8 @@ def _load_from_each_other(tally: Tally, members: Sequence[Member], reference: Re
         if hits:
             done += 1
         else:
-            why = explanation(loads.node, prompt)
+            put = {one: stores.tier()[one] for one in ("pages_written", "queued_bytes", "writing")}
+            why = f"{explanation(loads.node, prompt)}; of who stored it, {written} pages before: {put}"
             tally.violations.append(
                 f"{name}: found nothing of what another host had stored, when all was mended: {why}"
             )
