@@ -27,9 +27,8 @@ from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import SealKeys
 
 STORED_SECONDS, LEAVE_SECONDS = 1.0, 2.0
-RAMP_PARTS = 8
-RAMP_SECONDS = 5.0
-"""Until the next part of what a host lends is lent."""
+RAMP_PARTS, RAMP_SECONDS = 8, 5.0
+"""How many parts a host lends at most, and how long after one the next."""
 RAMP_LEAST = 256 << 20
 """Bytes of a part; what is smaller is lent at once."""
 NO_SECRET = b"ems-cluster-without-a-secret"
