@@ -138,7 +138,7 @@ def test_a_defect_does_not_end_who_lends_memory(monkeypatch: pytest.MonkeyPatch)
         for _ in range(2):
             calls.send(ours, calls.Probe())
             assert calls.receive(ours, calls.answers)[0].error == "a defect of EMS: KeyError: 'what nobody thought of'"
-            calls.send(ours, calls.GivenUp())
+            calls.send(ours, calls.Cancel())
         ours.close()
         serving.result(60)
 
@@ -292,21 +292,21 @@ class Giving(Registrar):
 @pytest.mark.parametrize("when", ["never", "before", "meanwhile"])
 def test_a_store_that_nobody_waits_for_leaves_nothing(when: str) -> None:
     """Where it reads may be another page by then or no segment, and what it stores may have been cleared."""
-    giving, given_up = Giving(), threading.Event()
+    giving, cancelled = Giving(), threading.Event()
 
-    def give_up() -> None:
-        given_up.set()
+    def cancel() -> None:
+        cancelled.set()
         mover.know(calls.Detach(1), [])
 
     if when == "before":
-        giving.when_asked = give_up
+        giving.when_asked = cancel
     elif when == "meanwhile":
-        giving.when_put = given_up.set
+        giving.when_put = cancelled.set
     mover = Mover(giving, cast(Any, None), Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)
     file = os.memfd_create("ems-given-up")
     os.pwrite(file, os.urandom(4096), 0)
     mover.know(calls.Attach(1, 4096, mapped=False), [file])
-    lane = Lane(mover, given_up.is_set)
+    lane = Lane(mover, cancelled.is_set)
 
     store = calls.Store("t/m/l", 4096, [calls.Place(bytes(32), 1, 0)])
     with pytest.raises(EmsError, match="nobody waits") if when == "before" else contextlib.nullcontext():

@@ -214,7 +214,7 @@ def test_a_store_that_hangs_costs_no_memory_that_is_lent(started: list[Agent]) -
     with pytest.raises(TierFailed, match="did not answer within 0 s"):
         agents.call(STORE, 0.05)
     assert next_on(gives, 1) == STORE
-    assert next_on(gives, 1) == calls.GivenUp()
+    assert next_on(gives, 1) == calls.Cancel()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(agents.call, STORE, 60.0)
         assert next_on(moves, 1) == STORE  # the other one stores as long as it hangs

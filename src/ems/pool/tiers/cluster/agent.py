@@ -63,7 +63,7 @@ def serve(sock: socket.socket, mover: Mover, ends_with_it: bool) -> None:
             call, descriptors = calls.receive(sock, calls.calls)
         except (EOFError, OSError):
             return
-        if isinstance(call, calls.GivenUp):  # its answer was sent
+        if isinstance(call, calls.Cancel):  # its answer was sent
             continue
         try:
             answer = lane.answer(call, descriptors)

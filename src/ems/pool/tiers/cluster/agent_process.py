@@ -29,7 +29,7 @@ from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 START_SECONDS = 15.0
-LEAVE_SECONDS, GIVE_UP_SECONDS = 3.5, 1.0
+LEAVE_SECONDS, CANCEL_SECONDS = 3.5, 1.0
 BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
 STORE_LANES = 4
@@ -162,14 +162,14 @@ class AgentProcess:
         except OSError:
             return False
 
-    def give_up(self, lane: socket.socket) -> bool:
+    def cancel(self, lane: socket.socket) -> bool:
         """Nobody waits for the answer that comes on ``lane``, of a call that writes into no segment.
 
         Whether it could be told so: False where it is gone, or takes nothing any more.
         """
         try:
-            lane.settimeout(GIVE_UP_SECONDS)
-            calls.send(lane, calls.GivenUp())
+            lane.settimeout(CANCEL_SECONDS)
+            calls.send(lane, calls.Cancel())
         except OSError:
             return False
         self._late.append(lane)
@@ -328,7 +328,7 @@ class Agents:
             agent.free.put(lane)
             raise
         except TimeoutError as error:
-            if not (agent.gives or isinstance(call, calls.ShareHot)) or not agent.give_up(lane):
+            if not (agent.gives or isinstance(call, calls.ShareHot)) or not agent.cancel(lane):
                 self._fail(agent, call)
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:

@@ -90,7 +90,7 @@ class Store(Call, frozen=True, tag=True):
     pages: list[Place]
 
 
-class GivenUp(Call, frozen=True, tag=True):
+class Cancel(Call, frozen=True, tag=True):
     """Nobody waits for what the call before does, and where it reads may be something else from now on."""
 
 
@@ -163,7 +163,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 Calls = (
-    Start | Attach | Detach | Exist | Fetch | Store | GivenUp | FindTails | ListTails | ShareHot | Clear | Probe | Mark
+    Start | Attach | Detach | Exist | Fetch | Store | Cancel | FindTails | ListTails | ShareHot | Clear | Probe | Mark
 )
 _encoder = msgspec.msgpack.Encoder()
 calls: msgspec.msgpack.Decoder[Calls] = msgspec.msgpack.Decoder(Calls)

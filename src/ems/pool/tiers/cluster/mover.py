@@ -162,9 +162,9 @@ def _behind(threads: int) -> ThreadPoolExecutor:
 class Lane:
     """What one thread works with: memory for headers, and for pages that are copied."""
 
-    def __init__(self, mover: Mover, given_up: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, mover: Mover, cancelled: Callable[[], bool] = lambda: False) -> None:
         self._mover = mover
-        self._given_up = given_up
+        self._cancelled = cancelled
         """Whether nobody waits for the call that this works at."""
         self._store = mover.store
         self._headers = Memory(mover.store, mmap.mmap(-1, AT_ONCE * HEADER_BYTES))
@@ -337,13 +337,13 @@ class Lane:
                 continue
             self._header(position)[0][:] = part.seal.header(page.key, page.parent, view, checksum)
             ready.append(position)
-        if ready and self._given_up():  # what was read may be another page
+        if ready and self._cancelled():  # what was read may be another page
             raise EmsError("nobody waits for these pages to be stored")
         if ready:
             put, new = self._store.batch_put_from_multi_buffers, [names[at] for at in ready]
             addresses, sizes = zip(*(self._target(part, at) for at in ready), strict=True)
             done: list[int] = self._mover.stores.submit(put, new, addresses, sizes, self._mover.config).result()
-            for name in new if self._given_up() else ():  # it may have been cleared meanwhile
+            for name in new if self._cancelled() else ():  # it may have been cleared meanwhile
                 self._store.remove(name, force=True)
             if all(code not in (0, -200) for code in done):
                 raise EmsError(f"Mooncake did not take pages ({done[0]})")
