@@ -33,7 +33,7 @@ def offered(size: int, queued: int = 0) -> int:
 
 @pytest.mark.parametrize(
     ("size", "queued", "count"),
-    [(10, 0, 5), (10, 20, 3), (10, 50, 0), (10, 90, 0), (60, 0, 1), (60, 1, 0), (100, 0, 1), (101, 0, 0)],
+    [(10, 0, 5), (10, 20, 3), (10, 50, 0), (10, 90, 0), (60, 0, 1), (60, 1, 0), (100, 0, 1), (101, 0, 1), (101, 1, 0)],
 )
 def test_half_of_the_queue_is_left_to_what_is_saved(size: int, queued: int, count: int) -> None:
     assert offered(size, queued) == count

@@ -6,6 +6,7 @@ lends, and than the tier's queue has room for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -58,11 +59,14 @@ class OfferingAgain:
             self._hottest = None
 
     def _taken(self, hottest: HottestPages) -> list[tuple[int, Page]]:
-        """What is offered now: half of the queue is left to what is saved meanwhile, where a page is not larger."""
+        """What is offered now: half of the queue is left to what is saved meanwhile, where a page is not larger.
+
+        One that the queue never has room for is offered alone, and dropped there: what comes after it does not wait.
+        """
         queue = self._state.write_back
         half = (queue.free + queue.size) // 2
         taken = hottest.take(OFFERED, min(half - queue.size, queue.free))
-        return taken if taken or queue.size else hottest.take(1, queue.free)
+        return taken if taken or queue.size else hottest.take(1, sys.maxsize)
 
     @property
     def waiting(self) -> int:
