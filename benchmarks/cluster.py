@@ -65,6 +65,7 @@ from tests.kit.tiers import key
 from tests.kit.tiny_model import SHAPES, Size, make_model
 from tests.kit.waiting import until
 
+AGENT = "ems.pool.tiers.cluster.agent"
 CHECKOUT = Path(__file__).resolve().parents[1]
 ROUND_BYTES = 128 << 20
 READER_BYTES = 1 << 30
@@ -76,6 +77,8 @@ LOOK_SECONDS = 0.002
 """Between two lookups of the last page that is fetched, near the end: each takes the core that moves pages."""
 LOOK_AFTER = 0.8
 """Of the shortest round so far nobody looks for so long."""
+TOUCHED_SECONDS, TOUCHED_SHARE = 1.0, 0.1
+"""Agents that take less of a core for so long touch nothing any more."""
 STORE_SECONDS = 0.05
 """Between two looks whether all is stored, which take the processor as well."""
 CHUNK = 256
@@ -132,6 +135,18 @@ class Scene:
         """Bytes that all hosts lend now."""
         with self.third.entered():
             return self.master.metrics()["master_total_capacity_bytes"]
+
+    def wait_touched(self) -> None:
+        """Until the agents, where there are any, lend all that they are to lend and have touched it."""
+        agents = [one for host in (self.first, self.second) for one in host.processes() if AGENT in one.cmdline()]
+        lent = self.memory * len({one.ppid() for one in agents})
+
+        def done() -> bool:
+            before = cpu_seconds(agents)
+            time.sleep(TOUCHED_SECONDS)
+            return cpu_seconds(agents) - before < TOUCHED_SHARE * TOUCHED_SECONDS and self.lent() >= lent
+
+        until(done, "all that is lent is touched", SECONDS)
 
     def wait_forgotten(self) -> None:
         until(lambda: not self.lent(), "the master has forgotten what others lent", SECONDS)
@@ -198,6 +213,7 @@ def examine(scene: Scene, part: str, sizes: Sizes, rounds: int) -> Rounds:
         with scene.third.entered():
             for engine in (first, second):
                 engine.wait_ready(SECONDS)
+            scene.wait_touched()
             bench = Bench(first, second, first, list, True, sizes, lambda what: say(f"{part}: {what}"))
             steps = []
             for number in range(rounds):
@@ -258,6 +274,7 @@ def _cold(scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, life: 
                 engine.start()
             with scene.third.entered():
                 engine.wait_ready(SECONDS)
+        scene.wait_touched()
         with scene.third.entered():
             bench = Bench(other, None, base, list, True, sizes, lambda step: say(f"{what}: {step}"))
             return asyncio.run(_by_turns(bench))
@@ -347,6 +364,7 @@ def connector(scene: Scene, part: str, sizes: Sizes, lives: int) -> dict[str, st
                 engine.start()
             with scene.third.entered():
                 engine.wait_ready(SECONDS)
+                scene.wait_touched()
                 bench = Bench(engine, None, engine, list, True, sizes, lambda step: say(f"{part}-connector: {step}"))
                 return asyncio.run(measured(bench))
 

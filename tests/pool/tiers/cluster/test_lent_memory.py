@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,30 @@ def test_where_nothing_is_mapped_or_little_nothing_is_touched(monkeypatch: pytes
     until(lambda: touched, "it is touched", 60)
     assert len(touched) == 1
     assert LEAST_BYTES <= touched[0] < 2 * LEAST_BYTES, "what lies beside it was there before"
+
+
+def huge_pages(mapped: mmap.mmap) -> bool:
+    """Whether the kernel was told to have them for ``mapped``: hg in what it says of that memory."""
+    told = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    (ours,) = (
+        part
+        for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", told)
+        if (ends := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", part))
+        and int(ends[1], 16) <= address_of(mapped) < int(ends[2], 16)
+    )
+    return " hg" in ours[ours.index("VmFlags:") :]
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no transparent huge pages"
+)
+def test_huge_pages_are_asked_for() -> None:
+    memory, other = LentMemory(), private(LEAST_BYTES)
+    with memory.allocated(LEAST_BYTES):
+        lent = private(LEAST_BYTES)
+    until(lambda: resident(lent) == LEAST_BYTES, "it is touched", 60)
+    assert huge_pages(lent)
+    assert not huge_pages(other)
 
 
 def test_an_end_of_memory_ends_no_thread() -> None:

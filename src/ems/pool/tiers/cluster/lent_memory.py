@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ems.pool.segments.touch import warm, yield_to_others
+from ems.pool.segments.touch import prefer_huge_pages, warm, yield_to_others
 
 LEAST_BYTES = 32 << 20
 """Smaller parts are not worth it, and other allocations look like them."""
@@ -45,7 +45,8 @@ class LentMemory:
         while True:
             start, end = self._ranges.get()
             with contextlib.suppress(OSError):  # there is no memory for it, or it was given back
-                warm(memoryview((ctypes.c_char * (end - start)).from_address(start)))
+                prefer_huge_pages(lent := memoryview((ctypes.c_char * (end - start)).from_address(start)))
+                warm(lent)
 
 
 def _mapped() -> set[Range]:

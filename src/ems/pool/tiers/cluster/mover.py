@@ -291,8 +291,7 @@ class Lane:
         """
         targets = [self._target(part, at) for at in rest]
         get, places, sizes_of = self._store.batch_get_into_multi_buffers, *zip(*targets, strict=True)
-        every, size = part.names, sum(map(sum, sizes_of))
-        names = [every[at] for at in rest]
+        names, size = [part.seal.name(part.pages[at].key) for at in rest], sum(map(sum, sizes_of))
         try:
             seconds = OWN_SECONDS + size / LEAST_RATE
             found: list[int] = self._mover.reads.call(self._mover.fetches, seconds, get, names, places, sizes_of)
