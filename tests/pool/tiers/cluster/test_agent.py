@@ -25,6 +25,7 @@ import pytest
 from ems.errors import ConfigError, EmsError
 from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.touch import TOUCH_STEP
+from ems.pool.tiers.answers import Outcome
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.agent import lend, serve
 from ems.pool.tiers.cluster.direct_reads import DirectReads
@@ -174,6 +175,30 @@ def test_what_lends_memory_answers_while_it_lends_more(monkeypatch: pytest.Monke
         lending.result(60)
 
 
+def test_what_lends_memory_answers_while_a_part_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where RDMA has it touched: the node would end an agent that does not answer, and all that it lends."""
+    mounting, mounted = threading.Event(), threading.Event()
+
+    class Slow:
+        def allocate_and_mount_segment(self, _size: int, _protocol: str) -> dict[str, int]:
+            mounting.set()
+            mounted.wait()
+            return {"ret": 0}
+
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("ems.pool.tiers.cluster.agent.RAMP_SECONDS", 0.0)
+    with ours, theirs, ThreadPoolExecutor(1) as threads:
+        lending = threads.submit(lend, theirs, Slow(), [1], "rdma", LentMemory())
+        assert mounting.wait(60)
+        ours.settimeout(60)
+        ours.send(b"?")
+        answered = ours.recv(1) if not lending.done() else b""
+        ours.shutdown(socket.SHUT_WR)
+        mounted.set()
+        lending.result(60).join(60)
+    assert answered == b"?"
+
+
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
     """As many as a node with many clients has open."""
@@ -313,6 +338,19 @@ def test_a_store_that_nobody_waits_for_leaves_nothing(when: str) -> None:
         lane.answer(store, [])
 
     assert len(giving.content) == (when == "never")
+
+
+def test_what_somebody_else_began_to_store_does_not_count_as_stored() -> None:
+    """Mooncake says that it was stored, and has nothing of it for as long as the other one does not finish."""
+    giving = Giving()
+    giving.when_put = giving.content.clear
+    mover = Mover(giving, cast(Any, None), Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)
+    file = os.memfd_create("ems-half-stored")
+    os.pwrite(file, os.urandom(4096), 0)
+    mover.know(calls.Attach(1, 4096, mapped=False), [file])
+    store = calls.Store("t/m/l", 4096, [calls.Place(bytes(32), 1, 0)])
+
+    assert Lane(mover).answer(store, []).codes == [Outcome.MISSING]
 
 
 class Shelf(Registrar):

@@ -18,7 +18,7 @@ from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.direct_reads import DirectReads, Source, make_engine
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
-from ems.pool.tiers.cluster.mover import LIST_ATTEMPTS, LISTED_BYTES, MOST_READING, Lane, Mover
+from ems.pool.tiers.cluster.mover import LIST_ATTEMPTS, MOST_READING, Lane, Mover
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.tiers import key
@@ -125,6 +125,9 @@ class FakeCluster:
         self.own_calls.append(names)
         self.may_read.update(self.hosts.get(name, [HOST])[0] for name in names if name in self.objects)
         return [self.objects.get(name, b"") for name in names]
+
+    def get_size(self, name: str) -> int:
+        return len(self.objects[name]) if name in self.objects else MISSING
 
     def batch_is_exist(self, names: list[str]) -> list[int]:
         return [int(name in self.objects) for name in names]
@@ -393,12 +396,16 @@ def test_a_list_of_tails_is_read_directly_once_mooncake_has_reached_its_host(clu
 
 
 @pytest.mark.parametrize("why", ["it fails", "it is long", "its host is new", "it is on disk"])
-def test_a_list_that_is_not_to_be_read_directly_is_left_to_mooncake(cluster: FakeCluster, why: str) -> None:
+def test_a_list_that_is_not_to_be_read_directly_is_left_to_mooncake(
+    cluster: FakeCluster, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host = Host(cluster)
     list_tails(cluster, "a")
     host.tails("a")
-    tokens = LISTED_BYTES // 3 // 4 + 1 if why == "it is long" else 1
-    name, tails = list_tails(cluster, "b", tokens, count=3)
+    name, tails = list_tails(cluster, "b", count=3)
+    if why == "it is long":
+        monkeypatch.setattr("ems.pool.tiers.cluster.mover.LISTED_BYTES", 1 << 10)
+        host = Host(cluster)
     if why == "it fails":
         cluster.fails = {1}
     if why == "its host is new":

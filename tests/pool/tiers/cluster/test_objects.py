@@ -14,8 +14,16 @@ from ems.pool.layout import crc32c
 from ems.pool.movement.hot_list import MOST_RUN_KEYS, HotRun
 from ems.pool.tiers.answers import StoredTail
 from ems.pool.tiers.cluster import objects
-from ems.pool.tiers.cluster.objects import HEADER_BYTES, HOT_LIST_BYTES, MAX_LISTED, Objects, ObjectSeal
-from ems.pool.tiers.pack_seal import SealKeys
+from ems.pool.tiers.cluster.objects import (
+    HEADER_BYTES,
+    HOT_LIST_BYTES,
+    LEAST_LISTING,
+    MAX_LISTED,
+    MAX_LISTING,
+    Objects,
+    ObjectSeal,
+)
+from ems.pool.tiers.pack_seal import NONCE_BYTES, TAG_BYTES, SealKeys
 
 KEY, PARENT, PAGE = b"k" * 16, b"p" * 16, bytes(range(256)) * 4
 SUM = crc32c(memoryview(PAGE))
@@ -171,6 +179,18 @@ def test_a_list_of_tails_is_read_as_it_was_written() -> None:
 def test_the_newest_tails_stay_in_a_list() -> None:
     raw = seal_of().listing(b"d" * 16, tails(MAX_LISTED + 5))
     assert seal_of().listed(b"d" * 16, raw) == tails(MAX_LISTED + 5)[5:]
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=MAX_LISTED))
+def test_lists_have_few_sizes(tokens: list[int]) -> None:
+    """Mooncake keeps the memory of what is replaced by another size for ten minutes, in which nobody else has it."""
+    listed = [StoredTail(Tail(b"d" * 16, bytes(8 * count)), PARENT) for count in tokens]
+    raw = seal_of().listing(b"d" * 16, listed)
+    sealed = len(raw) - NONCE_BYTES - TAG_BYTES
+    assert sealed in {LEAST_LISTING << power for power in range(7)} | {MAX_LISTING // 2, MAX_LISTING // 2 + 2}
+    assert sealed < 2 * max(8 * sum(tokens) + 500 + 40 * len(tokens), LEAST_LISTING)
+    found = seal_of().listed(b"d" * 16, raw)
+    assert found == listed[-len(found) :]
 
 
 def test_a_list_that_is_huge_is_cut_to_what_is_read() -> None:

@@ -96,21 +96,23 @@ def outlive(sock: socket.socket) -> None:
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
-def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str, memory: LentMemory) -> None:
-    """Lend what is left, ``sizes``, part by part, and answer each byte on ``control``, until the node is gone."""
-    due = time.monotonic() + RAMP_SECONDS
-    while True:
-        wait = max(due - time.monotonic(), 0.0) if sizes else None
-        if calls.readable(control, wait):
-            if not (beat := control.recv(1)):
-                return
-            control.send(beat)
-        else:
+def lend(sock: socket.socket, store: Any, sizes: list[int], protocol: str, memory: LentMemory) -> threading.Thread:
+    """Answer each byte on ``sock`` until the node is gone; the thread that is returned lends ``sizes`` meanwhile."""
+    ended = threading.Event()
+
+    def lend_all() -> None:
+        while sizes and not ended.wait(RAMP_SECONDS):  # where it failed the master may be lost, and come back
             with memory.allocated(sizes[0]):
                 failed = store.allocate_and_mount_segment(sizes[0], protocol)["ret"]
             if not failed:
                 del sizes[0]
-            due = time.monotonic() + RAMP_SECONDS  # where it failed the master may be lost, and come back
+
+    lending = threading.Thread(target=lend_all, daemon=True)
+    lending.start()
+    while beat := sock.recv(1):
+        sock.send(beat)
+    ended.set()
+    return lending
 
 
 def leave(store: Any, storing: Iterable[threading.Thread] = ()) -> None:
@@ -157,8 +159,8 @@ def main() -> None:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)
     calls.send(control, calls.Answer(text=hostname))
-    lend(control, store, parts[1:], call.config.protocol, memory)
-    leave(store, serving)
+    lending = lend(control, store, parts[1:], call.config.protocol, memory)
+    leave(store, [lending, *serving])
 
 
 if __name__ == "__main__":

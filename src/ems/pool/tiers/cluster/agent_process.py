@@ -29,7 +29,9 @@ from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 START_SECONDS = 15.0
+LEND_RATE = 4e9  # bytes lent for which the start may take a second more: for RDMA the first part is touched before
 LEAVE_SECONDS, CANCEL_SECONDS = 3.5, 1.0
+DRAIN_SECONDS = 12.0  # where nothing hurries: longer than what is being stored may take
 BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
 STORE_LANES = 4
@@ -109,23 +111,21 @@ class AgentProcess:
             raise
 
     def _begin(self, start: calls.Start) -> str:
-        self._control.settimeout(START_SECONDS)
+        self._control.settimeout(seconds := START_SECONDS + start.gives * start.config.global_segment_size / LEND_RATE)
         try:
             calls.send(self._control, start)
             answer, _ = calls.receive(self._control, calls.answers)
         except TimeoutError as error:
-            master = start.config.master_server_address
             raise TierFailed(
-                f"Mooncake's client did not start within {START_SECONDS:.0f} s, does a master answer at {master}?"
-                f"{self._why()}"
+                f"Mooncake's client did not start within {seconds:.0f} s, does a master answer at "
+                f"{start.config.master_server_address}?{self._why()}"
             ) from error
         except (EOFError, OSError, ProtocolError) as error:
             self._process.wait()
             self._reader.join(1.0)
             raise TierFailed(f"Mooncake's client ended when it started{self._why()}") from error
-        if answer.error:
-            says_what_to_do = "; " in answer.error
-            raise TierFailed(answer.error if says_what_to_do else answer.error + self._why())
+        if answer.error:  # some say what to do
+            raise TierFailed(answer.error if "; " in answer.error else answer.error + self._why())
         return answer.text
 
     def _listen(self) -> None:
@@ -162,18 +162,19 @@ class AgentProcess:
         except OSError:
             return False
 
-    def cancel(self, lane: socket.socket) -> bool:
+    def cancel(self, lane: socket.socket, *, sent: bool) -> None:
         """Nobody waits for the answer that comes on ``lane``, of a call that writes into no segment.
 
-        Whether it could be told so: False where it is gone, or takes nothing any more.
+        Where that was not ``sent`` whole, or this cannot be, the lane ends, which says the same.
         """
-        try:
+        with contextlib.suppress(OSError):
             lane.settimeout(CANCEL_SECONDS)
-            calls.send(lane, calls.Cancel())
-        except OSError:
-            return False
-        self._late.append(lane)
-        return True
+            if sent:
+                calls.send(lane, calls.Cancel())
+                self._late.append(lane)
+                return
+        self._lanes.remove(lane)
+        lane.close()
 
     def is_late(self) -> bool:
         """Whether the answer of a call that was given up has not come; the lane is free again when it has."""
@@ -230,7 +231,7 @@ class Agents:
         self._may_start = 0.0
         """When the next agent that moves pages may start."""
         self._numbers: weakref.WeakKeyDictionary[SegmentFile, int] = weakref.WeakKeyDictionary()
-        self._last_number = 0
+        self._next_number = itertools.count(1)
         self._silent: dict[str, float] = {}
         """Hosts that did not answer when the last agent that moved pages had to be ended for it."""
         self.starts = 0
@@ -247,7 +248,7 @@ class Agents:
             giver = self._giver
         # It may take long, and nobody waits for it.
         if giver is not None and self.leaving:
-            giver.leave(LEAVE_SECONDS)
+            giver.leave(DRAIN_SECONDS)
             with self._lock:
                 self._giver = None
         elif giver is not None and giver.alive and not giver.beats():
@@ -320,15 +321,20 @@ class Agents:
     def _ask(
         self, agent: AgentProcess, lane: socket.socket, call: calls.Call, seconds: float, places: Sequence[FileRange]
     ) -> calls.Answer:
+        sent = False
         try:
             lane.settimeout(seconds)
             self._settle(agent, lane, places)
-            answer = _exchange(lane, call)
+            calls.send(lane, call)
+            sent = True
+            answer = calls.receive(lane, calls.answers)[0]
         except TierFailed:  # before anything was asked
             agent.free.put(lane)
             raise
         except TimeoutError as error:
-            if not (agent.gives or isinstance(call, calls.ShareHot)) or not agent.cancel(lane):
+            if agent.gives or (sent and isinstance(call, calls.ShareHot)):
+                agent.cancel(lane, sent=sent)
+            else:
                 self._fail(agent, call)
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:
@@ -354,10 +360,7 @@ class Agents:
     def number(self, file: SegmentFile) -> int:
         """What agents call the segment of ``file``."""
         with self._lock:
-            if (number := self._numbers.get(file)) is None:
-                self._last_number = number = self._last_number + 1
-                self._numbers[file] = number
-            return number
+            return self._numbers.setdefault(file, next(self._next_number))
 
     def _settle(self, agent: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
         """Have the agent know the segments of ``places``, and no longer those that are gone."""
@@ -386,15 +389,12 @@ class Agents:
     def close(self) -> None:
         self._closing.set()
         with self._lock:
-            mover, giver = self._mover, self._giver
-            self._mover = self._giver = None
-        if mover is not None:
-            mover.kill()
+            giver, self._giver = self._giver, None
+            self._end_mover()
         if giver is not None:
             giver.leave(LEAVE_SECONDS)
 
 
 def _exchange(lane: socket.socket, call: calls.Call, descriptor: int | None = None) -> calls.Answer:
     calls.send(lane, call, descriptor)
-    answer, _ = calls.receive(lane, calls.answers)
-    return answer
+    return calls.receive(lane, calls.answers)[0]

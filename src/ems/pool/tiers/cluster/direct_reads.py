@@ -94,11 +94,8 @@ class DirectReads:
         return self._find(names) if self._reached or self.silent() else {}
 
     def _find(self, names: Sequence[str]) -> dict[str, Source]:
-        found = {}
-        for name, replicas in self._store.batch_get_replica_desc(list(names)).items():
-            if (source := self._source(replicas)) is not None:
-                found[name] = source
-        return found
+        described = self._store.batch_get_replica_desc(list(names)).items()
+        return {name: source for name, replicas in described if (source := self._source(replicas)) is not None}
 
     def _source(self, replicas: Sequence[Any]) -> Source | None:
         whole = [one for one in replicas if one.is_memory_replica() and one.status.name == "COMPLETE"]

@@ -40,6 +40,7 @@ HOT_READS = 5
 """Of a list of hot pages that is there and is being written."""
 LIST_ATTEMPTS = 5
 """To write a list of tails, until it is read with what was added."""
+LISTS_AT_ONCE = 64  # what Mooncake's buffer has room for
 LIST_PAUSE_SECONDS = 0.01
 """Between two of either, several times what a write of a list takes."""
 OWN_SECONDS = 5.0
@@ -54,7 +55,7 @@ LISTED_BYTES = 128 << 10
 """Of the longest list that is read directly; few are longer."""
 _WARMING = threading.Lock()
 """Held by who maps a segment: one after the other, or their rests would not add up."""
-OTHER_SIZE = -600
+NO_ROOM, INVALID = -200, -600
 _Bytes = tuple[memoryview, int]
 TRANSFER_FAILED = -800
 """After this, bytes may still arrive."""
@@ -65,7 +66,6 @@ class Memory:
 
     def __init__(self, store: Any, mapped: mmap.mmap) -> None:
         self._store = store
-        self.mapped = mapped
         self._anchor: Any = (ctypes.c_char * len(mapped)).from_buffer(mapped)
         self.address = ctypes.addressof(self._anchor)
         self.view = memoryview(mapped)
@@ -239,7 +239,7 @@ class Lane:
         return found
 
     def _staged(self, size: int) -> Memory:
-        if self._staging is None or len(self._staging.mapped) < size:
+        if self._staging is None or len(self._staging.view) < size:
             if self._staging is not None:
                 self._staging.close()
             self._staging = Memory(self._store, mmap.mmap(-1, max(size, STAGING)))
@@ -300,7 +300,7 @@ class Lane:
         for at, name, (_, sizes), code in zip(rest, names, targets, found, strict=True):
             if code == sum(sizes):
                 answers[at] = self._proven(part, at)
-            elif code == OTHER_SIZE or (code == TRANSFER_FAILED and 0 < self._store.get_size(name) != sum(sizes)):
+            elif code in (INVALID, TRANSFER_FAILED) and 0 < self._store.get_size(name) != sum(sizes):
                 answers[at] = Outcome.WRONG_SIZE, 0  # what is too short is read beyond its end, which fails
             if answers[at][0] in {Outcome.CORRUPT, Outcome.WRONG_SIZE}:
                 # Nobody who has the secret wrote it: it makes room for the page that is computed instead.
@@ -344,10 +344,11 @@ class Lane:
             done: list[int] = self._mover.stores.submit(put, new, addresses, sizes, self._mover.config).result()
             for name in new if self._cancelled() else ():  # it may have been cleared meanwhile
                 self._store.remove(name, force=True)
-            if all(code not in (0, -200) for code in done):
+            if all(code not in (0, NO_ROOM) for code in done):
                 raise EmsError(f"Mooncake did not take pages ({done[0]})")
-            for position, code in zip(ready, done, strict=True):
-                codes[position] = Outcome.NO_ROOM if code else Outcome.DONE
+            # Of what somebody else began to store, and may never finish, Mooncake says that it was stored.
+            for position, code, has in zip(ready, done, self._store.batch_is_exist(new), strict=True):
+                codes[position] = Outcome.NO_ROOM if code else Outcome.DONE if has == 1 else Outcome.MISSING
         return calls.Answer(codes)
 
     # Tails, removal, a test
@@ -401,9 +402,9 @@ class Lane:
                     lists[seal.listing_name(directory)] = seal.listing(directory, [*before, *new])
             if not left:
                 break
-            if lists:
-                write, config = self._store.upsert_batch, self._mover.config
-                self._mover.stores.submit(write, list(lists), list(lists.values()), config).result()
+            write, config, names = self._store.upsert_batch, self._mover.config, list(lists)
+            for some in (names[start : start + LISTS_AT_ONCE] for start in range(0, len(names), LISTS_AT_ONCE)):
+                self._mover.stores.submit(write, some, [lists[name] for name in some], config).result()
         return [0] * len(left)
 
     def _share_hot(self, call: calls.ShareHot) -> list[calls.HotList]:
@@ -458,9 +459,9 @@ class Lane:
     def _mark(self, name: str) -> int:
         found: int = self._store.is_exist(name)
         code = found or self._store.put(name, b"lent", self._mover.mark_config)
-        if code < 0:
+        if code < 0 and code != NO_ROOM:
             raise EmsError(f"the master did not say whether what this host lends is still there ({code})")
-        return found
+        return found or int(code == NO_ROOM)  # where all that is lent is in use, or nothing is yet: nothing was lost
 
     def _probe(self) -> calls.Answer:
         name, content = f"ems-probe-{secrets.token_hex(8)}", secrets.token_bytes(4096)

@@ -24,10 +24,13 @@ MAGIC = b"EMSPAGE1"
 MAX_LISTED = 16
 """Tails of one directory that are listed; the oldest leave the list."""
 MAX_LISTING = 256 << 10
-"""Bytes of the largest list that is written or believed."""
+"""Bytes of the largest list that is believed, twice what is written."""
 HOT_LIST_BYTES = 64 << 10
 """Of a list of hot pages, which each host reads each time it looks: about four thousand keys."""
 _HOT = b"ems-hot-pages"
+LEAST_LISTING = 1 << 10  # bytes of the smallest list of tails; each size is twice the one before
+_FILLER = (b"", bytes(256))
+"""What is no tail, for its second part is no key, and who reads it leaves it out."""
 
 _HEADER = struct.Struct(f"<8sHHIQ{KEY_BYTES}s{KEY_BYTES}s{NONCE_BYTES}s{TAG_BYTES}s")
 HEADER_BYTES = 128
@@ -90,12 +93,15 @@ class ObjectSeal:
         return None if opened is None else Opened(parent, checksum)
 
     def listing(self, directory: bytes, tails: Sequence[StoredTail]) -> bytes:
-        """The object that lists ``tails`` of ``directory``, the newest last."""
-        while True:
-            body = msgspec.msgpack.encode([(one.tail.tokens, one.parent) for one in tails[-MAX_LISTED:]])
-            if len(body) <= MAX_LISTING:
-                return self._sealed_list(body, directory)
-            tails = tails[1:]
+        """The object that lists ``tails`` of ``directory``, the newest last.
+
+        Its sizes are few, as for the reason of :meth:`hot_list`: what comes first fills it up, and is no tail.
+        """
+        told = [(one.tail.tokens, one.parent) for one in tails[-MAX_LISTED:]]
+        while (size := len(msgspec.msgpack.encode([_FILLER, *told]))) > MAX_LISTING // 2:
+            del told[0]
+        fills = bytes(max(1 << (size - 1).bit_length(), LEAST_LISTING) - size + len(_FILLER[1]))
+        return self._sealed_list(msgspec.msgpack.encode([(b"", fills), *told]), directory)
 
     def listed(self, directory: bytes, raw: Buffer) -> list[StoredTail]:
         """The tails in ``raw``; none when it is not what was sealed."""

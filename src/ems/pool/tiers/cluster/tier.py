@@ -40,7 +40,6 @@ ASK_SECONDS = 3.0
 """How long the master may take to say what there is before it counts as lost."""
 MOST_NAMESPACES = 4096
 _THERE = {Outcome.DONE, Outcome.PRESENT}
-_CLEARED_BY_AGE = "a cluster does not know when its pages were used, so none of them is cleared by age"
 
 _log = structlog.get_logger("ems.tier")
 
@@ -229,6 +228,8 @@ class ClusterTier:
         if gave if leaves else not self._agents.call(calls.Mark(self._mark), self._timeout).codes[0]:
             with self._lock:
                 self._known.drop()
+                for seen in self._seen.values():  # what is put there again counts again
+                    seen.pages = seen.bytes = 0
             self.losses += 1
 
     def probe(self) -> None:
@@ -237,7 +238,7 @@ class ClusterTier:
     def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
         """Take all of a namespace out, whoever stored it; what of it is spared has to be stored anew."""
         if request.unused_for:
-            return ForgetResult(note=_CLEARED_BY_AGE)
+            return ForgetResult(note="a cluster does not know when its pages were used, so it clears none by age")
         with self._lock:
             seen = self._seen.get(request.namespace, _Seen())
         if dry_run:
@@ -250,11 +251,9 @@ class ClusterTier:
 
     def figures(self) -> dict[str, Any]:
         with self._lock:
-            pages = sum(one.pages for one in self._seen.values())
-            size = sum(one.bytes for one in self._seen.values())
             return {
-                "pages": pages,
-                "bytes": size,
+                "pages": sum(one.pages for one in self._seen.values()),
+                "bytes": sum(one.bytes for one in self._seen.values()),
                 "lends": self.lends if self.gives else 0,
                 "seals": self._seals,
                 "agent_starts": self._agents.starts,
@@ -298,11 +297,6 @@ def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
     keys = SealKeys(None, encrypts=False) if seal_key is None else read_keys(seal_key, encrypts=False)
     if seal_key is None:
         _log.warning("pages of a cluster are believed whoever stored them, give seal_key=FILE", tier=config.name)
-    agents = Agents(
-        mooncake,
-        secrets=keys.secrets,
-        own_place=config.placement == "own",
-        replicas=config.replicas,
-        lanes=config.readers + 4 + 3,
-    )
+    own_place, lanes = config.placement == "own", config.readers + 4 + 3
+    agents = Agents(mooncake, secrets=keys.secrets, own_place=own_place, replicas=config.replicas, lanes=lanes)
     return ClusterTier(agents, config.timeout, mooncake.global_segment_size, keys.fingerprints)
