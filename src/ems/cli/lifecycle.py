@@ -96,10 +96,14 @@ def drain(
     state = "takes nothing new in" if report["draining"] else "takes pages in"
     held = f"{report['leases']} leases and {report['reservations']} reservations are held"
     if report["pages_leaving"]:
-        held += f", {report['pages_leaving']} pages wait to be given to other hosts"
+        held += f", {counted(report['pages_leaving'], 'page')} to be given to other hosts"
+    if given := report["pages_given"]:
+        held += f", {counted(given, 'page')} given to other hosts"
     answer(report, f"the node {state}; {held}", asked)
     if undo or asked.dry_run:
         return 0
+    for reason in report["left_alone"]:
+        complain(f"not all that is hot was given to other hosts, {reason}")
     if _in_use(report):
         complain(f"the node was still in use after {timeout:g} s, it goes on draining")
         return 1

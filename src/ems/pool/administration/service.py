@@ -71,6 +71,8 @@ class AdminService:
         self._running: dict[int, Pass] = {}
         self._reports: dict[int, Report] = {}
         self._next_job = 1
+        self._given_before = 0
+        """Pages that other hosts had got when the node began to be drained."""
         self._verbs: dict[type, Callable[[Any, bool, float], Report]] = {
             acts.List: lambda _act, _dry_run, now: self._inspector.overview(now),
             acts.Show: lambda act, _dry_run, now: self._inspector.show(act.what, now),
@@ -168,12 +170,17 @@ class AdminService:
         return {"namespaces": list(filter(matches, known())), **self._begin(work, now)}
 
     def _drain(self, act: acts.Drain, dry_run: bool, _now: float) -> Report:
+        waiting, given, out = self._tiers.leaving() if self._tiers is not None else (0, 0, [])
         if not dry_run:
+            if act.draining and not self._core.draining:
+                self._given_before = given
             self._core.draining = act.draining
+        if not self._core.draining:
+            waiting, given, out = 0, self._given_before, []
         stats = self._core.stats()
         held = {name: stats[name] for name in ("leases", "reservations", "slots_resting")}
-        leaving = self._tiers.leaving() if self._tiers is not None and self._core.draining else 0
-        return {"draining": self._core.draining, **held, "pages_leaving": leaving}
+        given_now = {"pages_leaving": waiting, "pages_given": given - self._given_before, "left_alone": out}
+        return {"draining": self._core.draining, **held, **given_now}
 
     def _pin(self, act: acts.Pin, dry_run: bool, now: float) -> Report:
         number = self._core.find_namespace(act.namespace)

@@ -25,6 +25,8 @@ class Gate:
         self.reason = ""
         """Why it was cut out; empty while it is open."""
         self.cuts = 0
+        self.bad = 0
+        """Probes that failed since it was cut out."""
         self._good = 0
         self._pause = pause
         self._next_probe = 0.0
@@ -36,6 +38,7 @@ class Gate:
             return False
         self.open, self.reason = False, reason
         self.cuts += 1
+        self.bad = 0
         self._probe_in(self._first_pause, now)
         return True
 
@@ -51,6 +54,7 @@ class Gate:
             return False
         self._good = 0 if reason else self._good + 1
         if reason:
+            self.bad += 1
             self.reason = reason
             self._probe_in(min(self._pause * 2, self._most_pause), now)
         elif self._good < GOOD_PROBES:

@@ -43,6 +43,10 @@ class WriteBackQueue:
         self.dropped = 0
         """Pages that were not taken because the queue was full."""
 
+    def __len__(self) -> int:
+        """How many pages wait or are being written."""
+        return len(self._known)
+
     @property
     def free(self) -> int:
         """Bytes that it still takes."""

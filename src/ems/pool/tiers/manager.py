@@ -576,9 +576,11 @@ class TierManager:
         if self._saved >= CLEAN_PAGES:
             self._pump_soon()
 
-    def leaving(self) -> int:
-        """How many pages wait to be given to other hosts before this one may go."""
-        return sum(one.waiting for one in self._again)
+    def leaving(self) -> tuple[int, int, list[str]]:
+        """Of what goes to other hosts before this one may: pages that wait, pages ever given, and why no more are."""
+        remote = [one for one in self.states if one.tier.asks]
+        out = [f"{one.config.name}: {one.writing.reason}" for one in remote if not one.writing.open]
+        return sum(one.waiting for one in self._again), sum(one.counts["pages_written"] for one in remote), out
 
     def _write(self, state: TierState, units: list[Unit]) -> None:
         core, arena = self._host.core, self._host.arena

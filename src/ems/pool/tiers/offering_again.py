@@ -20,6 +20,8 @@ OFFERED = 256
 """Pages that are offered in one go."""
 RANKED = 4096
 """Pages that are looked at in one go for what is hottest."""
+GONE_PROBES = 3
+"""Probes that failed: nobody waits for a cluster any longer, which is some ten seconds."""
 WRITTEN = frozenset({"on_save", "on_second_use", "on_evict"})
 
 Offer = Callable[[TierState, int, Sequence[Page]], None]
@@ -72,9 +74,10 @@ class OfferingAgain:
     def waiting(self) -> int:
         """How many pages wait to be given to other hosts before this one may go."""
         state, tier = self._state, self._tier
-        if not state.writing.open or state.config.write not in WRITTEN:
+        if state.config.write not in WRITTEN:
             return 0
-        if not (tier.leaving and not tier.gives and self._offered_after[0] == tier.losses):
+        if not state.writing.open:  # one store that failed is no reason to go; many probes that did are
+            return int(bool(tier.lends) and state.writing.bad < GONE_PROBES)
+        if not (tier.leaving and not tier.gives and self._offered_after == (tier.losses, state.writing.cuts)):
             return int(bool(tier.lends))  # it has not begun
-        writing = sum(len(unit.keys) for units in state.writes.values() for unit in units)
-        return len(self._hottest or ()) + writing
+        return len(self._hottest or ()) + len(state.write_back)

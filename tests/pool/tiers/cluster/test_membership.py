@@ -88,6 +88,41 @@ def test_a_host_that_leaves_gives_what_is_hot_to_others(
     assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
 
 
+def test_a_host_that_leaves_gives_what_is_hot_also_where_a_store_fails_meanwhile(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    leaving, staying = start(), start()
+    writer, reader = make_client(leaving), make_client(staying)
+    until(lambda: capacity(master) == 128 << 20, "both lend memory", PATIENCE)
+    keys = chain("a")
+    write(leaving, writer, keys)
+    (mover,) = (one for one in psutil.Process(leaving.pid).children() if len(one.cmdline()) > LENDING_ARGUMENTS)
+    mover.suspend()
+    writer.administer(Drain())
+    until(lambda: capacity(master) == 64 << 20, "it lends none any more", PATIENCE)
+    until(lambda: cluster(leaving)["queued_bytes"], "it is storing", PATIENCE)
+    mover.kill()
+    until(lambda: not cluster(leaving)["writing"], "the store has failed", PATIENCE)
+    until(lambda: writer.administer(Drain(), dry_run=True)["pages_leaving"] == 0, "all was given", PATIENCE)
+    assert writer.administer(Drain(), dry_run=True)["pages_given"] == len(keys)
+    leaving.stop()
+    wait_for(reader, NAMESPACE, keys, PATIENCE)
+
+
+def test_nobody_waits_for_long_to_give_what_nobody_takes(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    leaving = start()
+    client = make_client(leaving)
+    until(lambda: capacity(master) == 64 << 20, "it lends memory", PATIENCE)
+    write(leaving, client, chain("a"))
+    master.kill()
+    client.administer(Drain())
+    until(lambda: client.administer(Drain(), dry_run=True)["pages_leaving"] == 0, "it gives up", PATIENCE)
+    (why,) = client.administer(Drain(), dry_run=True)["left_alone"]
+    assert "mooncake:" in why
+
+
 @pytest.mark.parametrize("written", [1, 40, 200])
 def test_a_node_that_dies_while_it_stores_takes_what_it_lent_with_it(
     tmp_path: Path, make_node: MakeNode, make_client: MakeClient, written: int
