@@ -151,7 +151,7 @@ def look(client: PoolClient, plane: DescribedPlane, ids: list[int]) -> dict[str,
 def tell_of_others(rows: list[dict[str, Any]]) -> None:
     """Where a prompt was never stored but another tenant has it, say so: this is an administrator's view."""
     for row in rows:
-        if row.get("reason") != Reason.NEVER_STORED.value:
+        if row.get("reason") not in {Reason.NEVER_STORED.value, Reason.NOT_ASKED.value}:
             continue
         for other in rows:
             same = other["model"] == row["model"] and other["tenant"] != row["tenant"]

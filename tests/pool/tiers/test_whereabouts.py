@@ -67,3 +67,22 @@ def test_what_tiers_have_takes_the_place_of_what_memory_knows() -> None:
     assert revised([Shelf(0, 1, 2, 4)], "a", KEYS, codes) == bytes([0, lower, gap, gone, written, gone])
     both = [Shelf(1), Shelf(1, 3, reads=False)]
     assert revised(both, "a", KEYS, codes) == bytes([0, lower, gap, offline, written, gone])
+
+
+@pytest.mark.parametrize(
+    ("tiers", "before", "looked_up", "explained"),
+    [
+        ([Shelf(remote=True)], Reason.NEVER_STORED, Reason.NEVER_STORED, Reason.NOT_ASKED),
+        ([Shelf(remote=True)], Reason.EVICTED_FULL, Reason.EVICTED_FULL, Reason.NOT_ASKED),
+        ([Shelf(remote=True, reads=False)], Reason.NEVER_STORED, Reason.TIER_OFFLINE, Reason.TIER_OFFLINE),
+        ([Shelf(remote=True, reads=False)], Reason.CLEARED, Reason.CLEARED, Reason.CLEARED),
+        ([Shelf(reads=False)], Reason.NEVER_STORED, Reason.NEVER_STORED, Reason.NEVER_STORED),
+        ([Shelf(reads=False), Shelf(remote=True)], Reason.NEVER_STORED, Reason.NEVER_STORED, Reason.NOT_ASKED),
+    ],
+)
+def test_what_other_hosts_may_have_was_not_never_stored(
+    tiers: list[Shelf], before: Reason, looked_up: Reason, explained: Reason
+) -> None:
+    """A lookup asked them, unless they are left alone; who explains asks nobody."""
+    assert why(tiers, "a", KEYS[0], before.code, promoting=False) == looked_up.code
+    assert revised(tiers, "a", KEYS[:1], bytes([before.code])) == bytes([explained.code])

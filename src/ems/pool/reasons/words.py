@@ -45,9 +45,10 @@ class Reason(Enum):
     REFUSED_SHARE = "refused_share", _REFUSED + "too many were reserved by its writer and not committed", 21
     OTHER_LAYOUT = "other_layout", "the pool has this model only in another layout, which means other bytes", 15
     OTHER_TENANT = "other_tenant", "only another tenant has this", 16
-    TIER_OFFLINE = "tier_offline", "the tier that has the next block does not answer", 17
+    TIER_OFFLINE = "tier_offline", "the tier that has the next block, or may have it, does not answer", 17
     GAP = "gap", "the next block is not in the pool, though later ones are: only a prefix without gaps can be used", 18
     LOCAL_ONLY = "local_only", "this host lacks the next block, and read_local_only keeps from asking others for it", 22
+    NOT_ASKED = "not_asked", "this host lacks the next block, and other hosts, which may have it, were not asked", 23
     LOWER_TIER = "lower_tier", "the next block is in a lower tier and not in memory yet", 19
 
     # Said by the engine

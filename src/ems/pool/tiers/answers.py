@@ -164,26 +164,29 @@ def why(
         return Reason.LOWER_TIER.code
     holders = [tier for tier in tiers if tier.holds(namespace, [key]) and not (local_only and tier.remote)]
     if not holders:
-        return _not_asked(tiers, code) if local_only else code
+        return _elsewhere(tiers, code, local_only=local_only, asked=True)
     # A tier that works and has it was not asked, because computing is quicker.
     return (Reason.DEAR if any(tier.reads for tier in holders) else Reason.TIER_OFFLINE).code
 
 
-def _not_asked(tiers: Sequence[Known], code: int) -> int:
-    """``code`` of a lookup that is local only and found nothing here: the others may have what is gone here."""
-    return Reason.LOCAL_ONLY.code if code in _GONE and any(tier.remote and tier.reads for tier in tiers) else code
+def _elsewhere(tiers: Sequence[Known], code: int, *, local_only: bool, asked: bool) -> int:
+    """``code`` of what no tier is known to have: where others were not ``asked`` they may have what is gone here."""
+    remote = [tier for tier in tiers if tier.remote] if code in _GONE else []
+    if any(tier.reads for tier in remote):
+        return Reason.LOCAL_ONLY.code if local_only else code if asked else Reason.NOT_ASKED.code
+    return Reason.TIER_OFFLINE.code if remote and not local_only else code
 
 
 def revised(
     tiers: Sequence[Known], namespace: str, keys: Sequence[bytes], codes: bytes, *, local_only: bool = False
 ) -> bytes:
-    """``codes`` of ``keys`` (0: in memory), with what tiers have in place of what only memory knows."""
+    """``codes`` of ``keys`` (0: in memory), with what tiers have in place of what only memory knows; asks nobody."""
     revised_codes, kept = bytearray(codes), {0, Reason.GAP.code, Reason.BEING_WRITTEN.code}
     asked = [tier for tier in tiers if not (local_only and tier.remote)]
     for at, key in enumerate(keys) if tiers else ():
         holder = None if codes[at] in kept else next((tier for tier in asked if tier.holds(namespace, [key])), None)
         if holder is not None:
             revised_codes[at] = (Reason.LOWER_TIER if holder.reads else Reason.TIER_OFFLINE).code
-        elif local_only:
-            revised_codes[at] = _not_asked(tiers, codes[at])
+        else:
+            revised_codes[at] = _elsewhere(tiers, codes[at], local_only=local_only, asked=False)
     return bytes(revised_codes)
