@@ -97,7 +97,9 @@ def say(text: str) -> None:
 class Scene:
     """Two hosts, a third one with a master, a folder for logs."""
 
-    def __init__(self, folder: Path, stack: ExitStack, memory: int, model: Size, page_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, stack: ExitStack, memory: int, model: Size, page_bytes: int, *, local_first: bool
+    ) -> None:
         self.folder = folder
         self.model = model
         self.page_bytes = page_bytes
@@ -106,8 +108,9 @@ class Scene:
         self.without: Path | None = None
         """The file that takes the connector out of engines, where they can be without."""
         self.first, self.second, self.third = stack.enter_context(Hosts(3)).hosts
+        flags = ["--allocation_strategy=local_first"] * local_first
         with self.third.entered():
-            self.master = stack.enter_context(MooncakeMaster(folder, address=self.third.address))
+            self.master = stack.enter_context(MooncakeMaster(folder, *flags, address=self.third.address))
         self.settings = folder / "mooncake.json"
         self.settings.write_text(
             json.dumps(
@@ -579,6 +582,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"what is measured, default {','.join(PARTS)}")
     parser.add_argument("--requests", type=int, default=40, help="prompts of a set in the three steps")
+    parser.add_argument(
+        "--tokens",
+        type=lambda text: tuple(int(one) for one in text.split(",")),
+        default=(1024, 1100),
+        help="lengths of prompts in the three steps, default 1024,1100",
+    )
+    parser.add_argument(
+        "--local-first",
+        action="store_true",
+        help="the master places what says nothing of its place on the own host, as EMS does; by default anywhere",
+    )
     parser.add_argument("--concurrency", type=int, default=10, help="requests under way at the same time there")
     parser.add_argument("--rounds", type=int, default=1, help="times that the three steps are gone, with fresh prompts")
     parser.add_argument("--rest", type=float, default=5.0, help="seconds before the third step, default 5")
@@ -629,13 +643,15 @@ def main() -> int:
         pairs=given.pairs,
         waves=given.waves,
         rest=given.rest,
+        inputs=given.tokens,
         prefix_tokens=1024,
         new_tokens=0,
     )
     found: dict[str, Rounds] = {}
     moved: dict[str, Moved] = {}
     with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
-        scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model, given.page_mib << 20)
+        memory, page, first = given.memory_gib << 30, given.page_mib << 20, given.local_first
+        scene = Scene(Path(folder), stack, memory, given.model, page, local_first=first)
         if "fetch" in parts:
             pages = ROUND_BYTES // scene.page_bytes
             moved = {"mooncake": moved_by_mooncake(scene, scene.page_bytes, pages), "ems": moved_by_tier(scene)}

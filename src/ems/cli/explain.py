@@ -62,7 +62,7 @@ def explain(
         if not planes:
             raise PoolRefused(
                 "no engine has described a layout to this node yet, so the names of the prompt's blocks are not known; "
-                "start an engine, or ask for a --key"
+                "send an engine a request, or ask for a --key"
             )
         every = [look(client, plane, ids) for plane in planes]
     tell_of_others(every)

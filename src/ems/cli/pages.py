@@ -212,7 +212,9 @@ def warm(
         with connected(asked.at) as client:
             planes = [one for one in described_planes(client) if namespace in (None, one.namespace, one.identity)]
         if not planes:
-            raise PoolRefused("no engine has described such a layout to this node, give the namespace and the keys")
+            raise PoolRefused(
+                "no engine has described such a layout to this node: send one a request, or give namespace and keys"
+            )
         wanted = []
         for plane in planes:
             chain = plane.chain()

@@ -41,7 +41,7 @@ _PACKAGES = {
     "vllm_ascend": ("vllm-ascend",),
     "torch": ("torch",),
     "torch_npu": ("torch-npu",),
-    "mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
+    "mooncake": tuple(f"mooncake-transfer-engine{kind}" for kind in ("", "-non-cuda", "-cuda13", "-npu", "-efa")),
 }
 _ASCEND_TOOLS = ("/usr/local/bin", "/usr/local/Ascend/driver/tools")
 _MAKER = {"npu-smi": Path("/dev/davinci_manager"), "nvidia-smi": Path("/dev/nvidiactl")}

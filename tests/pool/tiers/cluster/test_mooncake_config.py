@@ -56,7 +56,15 @@ def test_without_a_file_the_environment_says_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "master", ["10.0.0.1:50051", "[fd00::1]:65535", "host:1", "etcd://10.0.0.1:2379;10.0.0.2:2379", "redis://host"]
+    "master",
+    [
+        "10.0.0.1:50051",
+        "[fd00::1]:65535",
+        "host:1",
+        "etcd://10.0.0.1:2379;10.0.0.2:2379",
+        "redis://host:6379",
+        "redis://host:6379/0",
+    ],
 )
 def test_masters_are_named_in_these_ways(master: str) -> None:
     text = json.dumps(DEPLOYED | {"master_server_address": master})
@@ -100,7 +108,17 @@ def test_a_port_of_this_host_means_nothing_for_it_has_several_clients(named: str
         ({"protocol": 5}, "protocol in mooncake.json is 5, expected a text"),
         *(
             ({"master_server_address": wrong}, f"is '{wrong}', expected host:port or etcd://host:port")
-            for wrong in ("nowhere", "host:0", "host:65536", "host:", "etcd://", "etcd://host", "a b:1")
+            for wrong in (
+                "k8s://default/x",
+                "redis://host",
+                "nowhere",
+                "host:0",
+                "host:65536",
+                "host:",
+                "etcd://",
+                "etcd://host",
+                "a b:1",
+            )
         ),
         (
             {"master_server_address": ""},
@@ -119,3 +137,19 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(settings: dict[str, obje
 def test_what_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"mooncake\.json is no JSON"):
         parse_mooncake(text, {}, "mooncake.json")
+
+
+@pytest.mark.parametrize("nothing", ["0", 0.0, "0GB", "0 MB", "0gib", "00"])
+def test_nothing_is_lent_in_any_unit(nothing: object) -> None:
+    text = json.dumps(DEPLOYED | {"global_segment_size": nothing})
+    assert parse_mooncake(text, {}, "mooncake.json")[0].global_segment_size == 0
+
+
+def test_who_wrote_a_variable_reads_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"in the environment \(MOONCAKE_MASTER\) is 'nowhere'"):
+        parse_mooncake(None, {"MOONCAKE_MASTER": "nowhere"}, "the environment")
+
+
+def test_who_misspelt_the_master_reads_what_he_wrote() -> None:
+    with pytest.raises(ConfigError, match=r"names no master \(but master_server_adress\), expected"):
+        parse_mooncake(json.dumps({"master_server_adress": "10.0.0.1:50088"}), {}, "mooncake.json")

@@ -31,7 +31,7 @@ def own_address(master: str) -> str:
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, int(port)))
+        sock.connect((host, int(port.partition("/")[0])))
         return str(sock.getsockname()[0])
 
 

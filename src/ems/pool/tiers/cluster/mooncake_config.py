@@ -6,6 +6,7 @@ that makes no sense is refused with one sentence.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +42,7 @@ _FORMS = {
         f"{PEER_TO_PEER} or an address such as http://host:8080",
     ),
     "master_server_address": (
-        rf"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}|etcd://\S+:{_PORT}|(redis|k8s)://\S+",
+        rf"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}|(etcd|redis)://\S+:{_PORT}(/[0-9]*)?",
         "host:port or etcd://host:port",
     ),
 }
@@ -71,19 +72,14 @@ def parse_mooncake(text: str | None, variables: Mapping[str, str], origin: str) 
 
     Raises ConfigError: it makes no sense, with the reason.
     """
-    if text is None:
-        known: dict[str, Any] = {
-            name: variables[variable] for name, variable in _VARIABLES.items() if variables.get(variable)
-        }
-        unused: list[str] = []
-    else:
-        known, unused = _from_file(text, origin)
+    given: dict[str, Any] = {name: variables[one] for name, one in _VARIABLES.items() if variables.get(one)}
+    known, unused = (given, list[str]()) if text is None else _from_file(text, origin)
     if not known.get("master_server_address"):
-        where = (
-            "MOONCAKE_MASTER, or a file that MOONCAKE_CONFIG_PATH names" if text is None else "master_server_address"
-        )
-        raise ConfigError(f"{origin} names no master, expected an address such as 10.0.0.1:50088 in {where}")
-    fields: dict[str, Any] = {name: _value(name, value, origin) for name, value in known.items()}
+        near = "".join(f" (but {one})" for one in difflib.get_close_matches("master_server_address", unused, 1))
+        where = "MOONCAKE_MASTER or a file that MOONCAKE_CONFIG_PATH names" if text is None else "master_server_address"
+        raise ConfigError(f"{origin} names no master{near}, expected an address such as 10.0.0.1:50088 in {where}")
+    of = {name: f"{origin} ({_VARIABLES[name]})" if text is None else origin for name in known}
+    fields: dict[str, Any] = {name: _value(name, value, of[name]) for name, value in known.items()}
     return MooncakeConfig(**fields), unused
 
 
@@ -104,7 +100,8 @@ def _size(name: str, value: Any, origin: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"{name} in {origin} is {value!r}, expected bytes or a size such as 1GB or 1048576KB")
     # A host that gives no memory to the cluster still uses it.
-    size = 0 if str(value).strip() == "0" else parse_size(value, name=f"{name} in {origin}")
+    none = re.fullmatch(r"0+\s*([KMGT]i?)?B?", str(value).strip(), re.IGNORECASE)
+    size = 0 if none else parse_size(value, name=f"{name} in {origin}")
     if name == "global_segment_size" and 0 < size < LEAST_LENT:
         raise ConfigError(f"{name} in {origin} is {value!r}, expected 16MB or more, or 0 to lend nothing")
     return size
