@@ -145,9 +145,9 @@ class Scene:
         lent = self.memory * len({one.ppid() for one in agents})
 
         def done() -> bool:
-            before = cpu_seconds(agents)
+            all_lent, before = self.lent() >= lent, cpu_seconds(agents)
             time.sleep(TOUCHED_SECONDS)
-            return cpu_seconds(agents) - before < TOUCHED_SHARE * TOUCHED_SECONDS and self.lent() >= lent
+            return all_lent and cpu_seconds(agents) - before < TOUCHED_SHARE * TOUCHED_SECONDS
 
         until(done, "all that is lent is touched", SECONDS)
 
