@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -64,6 +64,8 @@ POOL = "48MB"
 LENT = "64MB"
 RETURN_SECONDS = 240.0
 """How long a mended cluster may take until it is used again: the longer it was broken the rarer it is tried out."""
+WRITTEN_SECONDS = 20.0
+"""How long what an engine saved may take until the cluster has it, before it is looked at without that."""
 GONE_SECONDS = 60.0
 """How long the master may take to forget hosts that it does not hear of."""
 FORGETS = ("--put_start_discard_timeout_sec=10", "--put_start_release_timeout_sec=20")
@@ -355,43 +357,46 @@ def _load_from_each_other(
     """
     done, misses = 0, list[str]()
     for number, (stores, loads) in enumerate(zip(members, (*members[1:], members[0]), strict=True)):
-        name, ends, told = f"host {loads.host.address}", time.monotonic() + RETURN_SECONDS, list[str]()
+        ends = time.monotonic() + RETURN_SECONDS
         for attempt in itertools.count():
             tokens = tuple(Random(f"{options.seed} {number} {attempt}").choices(range(300, 1000), k=TOKENS))
             job = Job("repeat", number, tokens, 8)
+            hits, before = loads.tokens_from_pool(), [one.node.figures() for one in (stores, loads)]
             try:
                 expected = reference.ask(job).result()
-                written = int(stores.tier()["pages_written"])
                 answers = [complete(stores.engine, job, options.deadline)]
                 # The engine saves after its answer, so an empty queue may be one to which nothing came yet.
-                until(partial(stores.has_written, written + PAGES), "all was written", RETURN_SECONDS)
-                hits, before = loads.tokens_from_pool(), loads.node.figures()
+                settled = partial(stores.has_written, int(before[0]["tiers"][0]["pages_written"]) + PAGES)
+                with suppress(AssertionError):  # what it has instead is told below
+                    until(settled, "all was written", WRITTEN_SECONDS)
                 answers.append(complete(loads.engine, job, options.deadline))
-                hits, after = loads.tokens_from_pool() - hits, loads.node.figures()
-            except (OSError, ValueError, AssertionError) as error:
+            except (OSError, ValueError) as error:
                 tally.fail(job, str(error))
                 break
+            hits, after = loads.tokens_from_pool() - hits, [one.node.figures() for one in (stores, loads)]
             if any(answer != expected for answer in answers):
-                tally.violations.append(f"{name}: another text than without a pool, when all was mended")
+                tally.violations.append(f"host {loads.host.address}: another text than without a pool, when mended")
             if hits:
                 done += 1
                 break
-            told.append(f"{name}: {said_of(before, after)}")
+            stored, loaded = (said_of(was, now) for was, now in zip(before, after, strict=True))
+            misses.append(f"host {loads.host.address} {loaded}; {stores.host.address}, which stored it, {stored}")
             if time.monotonic() > ends:
-                tally.violations.append(f"{told[-1]}, for {RETURN_SECONDS:.0f} s, of what another host had stored")
+                tally.violations.append(f"for {RETURN_SECONDS:.0f} s: {misses[-1]}")
                 break
-        misses += told
     return done, misses
 
 
 def said_of(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What a node says of a prompt that was looked up in vain between the two: why, and what its tier did meanwhile."""
-    reasons = {why: many - before["misses"].get(why, 0) for why, many in after["misses"].items()}
+    """What a node counted between the two: why it missed, what it and its tier did, and whether that works."""
     was, tier = before["tiers"][0], after["tiers"][0]
-    moved = {name: tier[name] - was[name] for name in ("tier_asked", "pages_fetched")}
-    state = "well" if tier["reading"] else tier["reason"]
-    missed = {why: many for why, many in reasons.items() if many}
-    return f"missed {missed}, {moved}, {state}"
+    tables = ((before["misses"], after["misses"]), (before["counters"], after["counters"]), (was, tier))
+    moved = [
+        {name: more for name, many in new.items() if type(many) is int and (more := many - old.get(name, 0))}
+        for old, new in tables
+    ]
+    missed, did, tier_did = moved
+    return f"missed {missed}, did {did}, its tier {tier_did}, {after['clients']} clients, {tier['reason'] or 'well'}"
 
 
 def _look_at_cluster(tally: Tally, members: Sequence[Member], masters: Masters) -> dict[str, Any]:
