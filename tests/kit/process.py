@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -173,12 +173,17 @@ class ServerProcess:
         """End all processes at once, as a crash would (SIGKILL)."""
         if self._process is None:
             return
+        semaphores = set[Path]()
         while processes := self.processes():
+            semaphores |= mapped_semaphores(processes)
             for process in processes:
                 _send(process, signal.SIGKILL)
             self._process.poll()
             psutil.wait_procs(processes, timeout=1)
         self._process.wait()
+        # Their resource tracker, which would have removed them, was killed with them.
+        for semaphore in semaphores and semaphores - mapped_semaphores(psutil.process_iter()):
+            semaphore.unlink(missing_ok=True)
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM and do not wait; several servers that are asked at once need not wait for each other."""
@@ -276,6 +281,28 @@ def _session(leader: int) -> list[psutil.Process]:
         except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             continue
     return members
+
+
+def mapped_semaphores(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the files of Python's named semaphores that ``processes`` have mapped; of those that are gone, none.
+
+    Who made a semaphore has it mapped by another name, so that the inode tells.
+    """
+    inodes = set[int]()
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue
+        inodes.update(int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/sem." in line)
+    return {path for path in Path("/dev/shm").glob("sem.mp-*") if _inode(path) in inodes}
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:  # it went away meanwhile
+        return None
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -15,12 +16,12 @@ import psutil
 import pytest
 
 from tests.kit.engine import EngineOptions, VllmServer
-from tests.kit.process import ProcessError, ServerProcess, deferred_signals, free_port
+from tests.kit.process import ProcessError, ServerProcess, deferred_signals, free_port, mapped_semaphores
 
 pytestmark = pytest.mark.process
 
 SERVER = """
-import http.server, signal, subprocess, sys, time
+import http.server, multiprocessing, signal, subprocess, sys, time
 behaviour = sys.argv[2]
 if behaviour == "dies":
     print("Traceback (most recent call last):")
@@ -33,6 +34,8 @@ if behaviour == "hangs":
 if behaviour in ("stubborn", "with a child"):
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", ignore])
+if behaviour == "with a semaphore":
+    held = multiprocessing.get_context("spawn").Semaphore()
 if behaviour == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -118,6 +121,23 @@ def test_a_child_whose_parent_crashed_ends_too(make: Callable[[str], ServerProce
     server.stop()
 
     assert gone(processes)
+
+
+def test_semaphores_of_who_was_killed_are_gone_and_those_that_others_use_stay(
+    make: Callable[[str], ServerProcess],
+) -> None:
+    kept = multiprocessing.get_context("spawn").Semaphore()
+    server = make("with a semaphore")
+    server.start()
+    server.wait_ready()
+    own = mapped_semaphores(server.processes())
+    assert own
+
+    server.kill()
+
+    assert not any(path.exists() for path in own)
+    assert mapped_semaphores([psutil.Process()])
+    assert kept.acquire(timeout=0)
 
 
 def test_why_it_did_not_come_up(make: Callable[[str], ServerProcess]) -> None:
